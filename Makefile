@@ -1,0 +1,46 @@
+# Two commands: `make demo` and `make test`. Both set up .venv by themselves.
+PYTHON ?= python3.11
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+export HF_HUB_OFFLINE ?= 1
+export TOKENIZERS_PARALLELISM ?= false
+
+.PHONY: demo test lint test-core test-all setup clean
+
+demo: setup
+	$(BIN)/ace demo
+
+test: lint test-core
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+test-core: setup
+	$(BIN)/pytest -n 2 -m "not slow"
+
+# The core suite under the oldest and the newest supported transformers, and everything slow.
+test-all: test test-5.17 test-5.22
+	$(BIN)/pytest -m slow
+
+test-%: $(VENV)-%/.ready
+	$(VENV)-$*/bin/pytest -n 2 -m "not slow"
+
+setup: $(VENV)/.ready
+
+$(VENV)/.ready: requirements-dev.lock pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements-dev.lock
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	touch $@
+
+$(VENV)-%/.ready: requirements-dev.lock pyproject.toml
+	$(PYTHON) -m venv $(VENV)-$*
+	grep -v '^transformers==' requirements-dev.lock > $(VENV)-$*/requirements.txt
+	$(VENV)-$*/bin/pip install --quiet --disable-pip-version-check -r $(VENV)-$*/requirements.txt "transformers==$*.*"
+	$(VENV)-$*/bin/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	touch $@
+
+clean:
+	rm -rf $(VENV) $(VENV)-* build dist ace-demo

@@ -1,0 +1,169 @@
+"""ACE: a plan in use. Attach it to a loaded transformers model, change the budget while it runs, see what it skipped."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from .budget import check_budget
+from .checkpoint import MoEModel
+from .errors import BudgetError, IntegrationError, PlanError
+from .integrations.transformers import Attachment
+from .plan import Phase, Plan
+from .policies import PRESETS, Policy, make
+from .skipper import DECODE, PREFILL, Skipper, Step
+
+PHASES: dict[Phase, tuple[int, ...]] = {"both": (PREFILL, DECODE), "prefill": (PREFILL,), "decode": (DECODE,)}
+Skip = float | Mapping[str, float]
+
+
+class ACE:
+    """`skip` is the budget: one number, or {"prefill": 0.5, "decode": 0.3}. `realised` is what was not executed."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        skip: Skip = 0.0,
+        *,
+        policy: str | Policy = "ace",
+        preset: str | None = None,
+        workload: str | None = None,
+        allow_other_weights: bool = False,
+        **settings: Any,
+    ):
+        self.plan, self.workload, self.allow_other_weights = plan, workload, allow_other_weights
+        self.policy = _policy(policy, preset, settings)
+        _check_tables(plan, self.policy)
+        self._attachment: Attachment | None = None
+        self._skippers: list[Skipper] = []
+        self._thresholds = self._look_up(skip)
+
+    @classmethod
+    def load(cls, path: str | Path, skip: Skip = 0.0, **options: Any) -> ACE:
+        """A plan file, checked. Options are those of the constructor."""
+        return cls(Plan.load(path), skip, **options)
+
+    @property
+    def top_k(self) -> int:
+        """Slots a token has in each layer (the fewest, where layers differ)."""
+        return min(int(layer["top_k"]) for layer in self.plan.fingerprint["structure"].values())
+
+    # ---- budget -------------------------------------------------------------------------------------------------
+
+    def _look_up(self, skip: Skip) -> Tensor:
+        """τ for prefill and decode, [2]."""
+        budgets = dict(skip) if isinstance(skip, Mapping) else {"both": skip}
+        thresholds = torch.zeros(2)
+        for phase, budget in budgets.items():
+            if phase not in PHASES:
+                raise BudgetError(f"Budgets can differ for prefill and decode, not for {phase!r}.")
+            value = check_budget(budget, self.top_k, self.policy.min_active)
+            tau, notice = self.plan.threshold(self.policy.settings, value, phase, self.workload)
+            if notice:
+                warnings.warn(notice, stacklevel=3)
+            thresholds[list(PHASES[phase])] = tau
+        return thresholds
+
+    def set_skip(self, skip: Skip) -> None:
+        """Another budget, at once: τ is changed in place, nothing is rebuilt or recompiled."""
+        self.set_threshold(self._look_up(skip))
+
+    def set_threshold(self, threshold: float | Tensor) -> None:
+        """τ itself, for both phases or as [prefill, decode]."""
+        self._thresholds = torch.as_tensor(threshold, dtype=torch.float32).expand(2).clone()
+        for skipper in self._skippers:
+            skipper.threshold.copy_(self._thresholds)
+
+    # ---- the model ----------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def __call__(self, model: PreTrainedModel) -> Iterator[ACE]:
+        self.attach(model)
+        try:
+            yield self
+        finally:
+            self.detach()
+
+    def attach(self, model: PreTrainedModel) -> ACE:
+        """Check that the plan belongs to this model, then skip in it until `detach`."""
+        if self._attachment is not None:
+            raise IntegrationError("This plan is attached to a model already. Call `ace.detach()` first.")
+        moe = MoEModel.of(model)
+        self.plan = self.plan.check_model(moe.fingerprint(), self.allow_other_weights)
+        step = Step()
+        by_path = {s.path: Skipper(s.key, self.policy, self.plan.tables.get(s.key, {}), step) for s in moe.sites}
+        self._attachment = Attachment(model, by_path, step)
+        self._skippers = list(by_path.values())
+        self.set_threshold(self._thresholds)
+        return self
+
+    def detach(self) -> None:
+        """The model is as it was; the counters stay readable."""
+        if self._attachment is not None:
+            self._attachment.remove()
+            self._attachment = None
+
+    # ---- what happened ------------------------------------------------------------------------------------------
+
+    @property
+    def skippers(self) -> list[Skipper]:
+        return self._skippers
+
+    @property
+    def realised(self) -> float:
+        """Fraction of routed slots that was not executed since the last reset; 0 before any."""
+        counts = sum((s.counts.sum(0).cpu() for s in self._skippers), torch.zeros(2, dtype=torch.int64))
+        return _ratio(counts)
+
+    def report(self) -> dict[str, Any]:
+        """Realised ratios and counts: in all, by phase, by layer."""
+        by_layer = {s.key: s.counts.cpu() for s in self._skippers}
+        total = sum(by_layer.values(), torch.zeros(2, 2, dtype=torch.int64))
+        step = self._skippers[0].step if self._skippers else Step()
+        return {
+            "realised": _ratio(total.sum(0)),
+            "prefill": _entry(total[PREFILL]),
+            "decode": _entry(total[DECODE]),
+            "layers": {k: {"prefill": _entry(c[PREFILL]), "decode": _entry(c[DECODE])} for k, c in by_layer.items()},
+            "padding": "not counted" if step.masked else "counted: some passes came without a 2-D attention mask",
+        }
+
+    def reset(self) -> None:
+        """Set all counters to zero."""
+        for skipper in self._skippers:
+            skipper.counts.zero_()
+
+
+def _policy(policy: str | Policy, preset: str | None, settings: dict[str, Any]) -> Policy:
+    if preset is None:
+        return make(policy, **settings)
+    if preset not in PRESETS:
+        raise BudgetError(f"There is no preset {preset!r}. Choose one of: {', '.join(PRESETS)}.")
+    return replace(PRESETS[preset], **settings)
+
+
+def _check_tables(plan: Plan, policy: Policy) -> None:
+    missing = [name for name in policy.needs if name in plan.undefined]
+    if missing:
+        raise PlanError(
+            f"Policy {policy.name!r} needs the table {missing[0]}, which this model has none of: "
+            f"{plan.undefined[missing[0]]} Policy 'share' needs no table."
+        )
+
+
+def _ratio(counts: Tensor) -> float:
+    routed, kept = counts.tolist()
+    return 1 - kept / routed if routed else 0.0
+
+
+def _entry(counts: Tensor) -> dict[str, Any]:
+    routed, kept = counts.tolist()
+    return {"routed": routed, "kept": kept, "realised": _ratio(counts)}

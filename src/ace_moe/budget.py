@@ -1,0 +1,162 @@
+"""Budget ↔ threshold: a streaming histogram of contributions, quantile mapping, correction, binary search.
+
+A budget is what the user asks for (the fraction of routed slots to skip), τ is what the rule uses. One unlabelled pass
+of the dense model fills a histogram and gives τ for every budget at once. A skipped model sees other hidden states than
+the dense one, so its realised ratio drifts; correction passes run the skipped model and move τ until the ratio fits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .errors import BudgetError
+
+BINS = 1 << 20  # a power of two: scaling a float by it is exact, so "bin < b" and "contribution < b / BINS" agree
+
+
+class Histogram:
+    """Contributions of any number of slots in bounded memory. Protected slots (+∞) count as routed, not as candidates."""
+
+    def __init__(self, device: torch.device | str = "cpu"):
+        self.bins = torch.zeros(BINS + 1, dtype=torch.int64, device=device)
+        self._below: Tensor | None = None
+
+    def add(self, protected: Tensor, token_mask: Tensor | None = None) -> None:
+        """protected [T, k] with values in [0, 1] or +∞; token_mask [T] is False at padding."""
+        if token_mask is not None:
+            protected = protected[token_mask]
+        index = (protected.clamp(0, 1) * BINS).long().clamp_(max=BINS - 1)
+        index = torch.where(protected.isinf(), BINS, index).flatten()
+        self.bins += torch.bincount(index.to(self.bins.device), minlength=BINS + 1)
+        self._below = None
+
+    @property
+    def routed(self) -> int:
+        return int(self.bins.sum())
+
+    @property
+    def candidates(self) -> int:
+        return int(self.bins[:BINS].sum())
+
+    @property
+    def limit(self) -> float:
+        """The largest ratio the safeguards leave room for."""
+        return self.candidates / self.routed if self.routed else 0.0
+
+    def _cumulative(self) -> Tensor:
+        """[BINS + 1]: candidates under each bin edge."""
+        if self._below is None:
+            self._below = torch.cat([self.bins.new_zeros(1), self.bins[:BINS].cumsum(0)])
+        return self._below
+
+    def ratio(self, threshold: float) -> float:
+        """Fraction of routed slots with contribution < τ, for a τ on a bin edge."""
+        edge = min(BINS, max(0, math.ceil(threshold * BINS)))
+        return int(self._cumulative()[edge]) / self.routed if self.routed else 0.0
+
+    def threshold(self, budget: float) -> float:
+        """The bin edge whose count is closest to the budget's (ties between slots cannot be split)."""
+        wanted = min(round(budget * self.routed), self.candidates)
+        below = self._cumulative()
+        edge = int(torch.searchsorted(below, wanted))  # first edge with at least `wanted` under it
+        if edge > 0 and wanted - int(below[edge - 1]) < int(below[edge]) - wanted:
+            edge -= 1
+        count = int(below[edge])
+        first, last = int(torch.searchsorted(below, count)), int(torch.searchsorted(below, count, right=True)) - 1
+        return (first + last) // 2 / BINS if count else 0.0  # the middle of the gap between two values
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What became of one budget: its τ, the ratio τ realises, and how many passes of the model that took."""
+
+    budget: float
+    threshold: float
+    realised: float
+    passes: int
+    corrected: bool
+
+
+Pass = Callable[[float], Histogram]  # runs the model with τ over the text; what its slots contributed
+
+
+def check_budget(budget: object, top_k: int, min_active: int = 1) -> float:
+    """A budget as a number the rule can meet, or an error that names the limit."""
+    try:
+        value = float(budget)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        raise BudgetError(
+            f"A budget is the fraction of routed slots to skip, such as 0.5; {budget!r} is no number."
+        ) from None
+    if not math.isfinite(value) or not 0 <= value < 1:
+        raise BudgetError(
+            f"A budget is a fraction from 0 to less than 1 of the routed slots, such as 0.5; not {budget!r}."
+        )
+    limit = (top_k - min_active) / top_k
+    if value > limit:
+        raise BudgetError(
+            f"A budget of {value:.1%} cannot be met: with {top_k} slots a token and {min_active} always kept, at most "
+            f"{limit:.1%} can be skipped."
+        )
+    return value
+
+
+def _check_limit(budget: float, dense: Histogram) -> None:
+    if budget > dense.limit:
+        raise BudgetError(
+            f"A budget of {budget:.1%} cannot be met: the safeguards protect all but {dense.limit:.1%} of the slots on this "
+            "text. Lower the budget, min_active or min_mass."
+        )
+
+
+def map_budgets(dense: Histogram, budgets: Sequence[float]) -> list[Fit]:
+    """τ for each budget from one pass of the dense model. `realised` is what the dense pass promises."""
+    if not dense.routed:
+        raise BudgetError("The pass saw no routed slot; the text is empty or the model has no MoE layer attached.")
+    fits = []
+    for budget in budgets:
+        _check_limit(budget, dense)
+        tau = dense.threshold(budget)
+        fits.append(Fit(budget, tau, dense.ratio(tau), 0, corrected=False))
+    return fits
+
+
+def correct(run: Pass, fit: Fit, tolerance: float = 5e-4, max_passes: int = 6) -> Fit:
+    """Move τ until the skipped model itself realises the budget; the best of at most `max_passes` passes.
+
+    Each pass is the skipped model's own histogram: its quantile is the next τ. States move little with τ, so this
+    fixed-point step converges in one or two passes.
+    """
+    if fit.budget == 0:
+        return fit
+    tau, best = fit.threshold, None
+    for done in range(1, max_passes + 1):
+        seen = run(tau)
+        realised = seen.ratio(tau)
+        if best is None or abs(realised - fit.budget) < abs(best.realised - fit.budget):
+            best = Fit(fit.budget, tau, realised, done, corrected=True)
+        if abs(realised - fit.budget) <= tolerance:
+            break
+        tau = seen.threshold(fit.budget)
+    assert best is not None
+    return Fit(best.budget, best.threshold, best.realised, done, corrected=True)
+
+
+def search(run: Pass, budget: float, tolerance: float = 5e-4, max_passes: int = 24) -> Fit:
+    """Binary search over τ with a pass of the skipped model at each step: what quantile mapping is compared with."""
+    low, high = 0.0, 1.0
+    best = Fit(budget, 0.0, 0.0, 0, corrected=True)
+    for done in range(1, max_passes + 1):
+        tau = math.ceil((low + high) / 2 * BINS) / BINS
+        realised = run(tau).ratio(tau)
+        if abs(realised - budget) <= abs(best.realised - budget):
+            best = Fit(budget, tau, realised, done, corrected=True)
+        if abs(realised - budget) <= tolerance or high - low <= 1 / BINS:
+            break
+        low, high = (tau, high) if realised < budget else (low, tau)
+    return Fit(budget, best.threshold, best.realised, done, corrected=True)

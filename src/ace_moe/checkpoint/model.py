@@ -1,0 +1,134 @@
+"""The front door of the offline side: a MoE model whose layers can be listed, streamed and fingerprinted."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from torch import Tensor
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+
+from ..errors import CheckpointError
+from .layers import assemble
+from .records import MoELayer, Site
+from .source import CheckpointSource, ModelSource
+from .structure import find_sites, hollow_twin, is_registered
+
+WANTED_FILES = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]
+
+
+def resolve(model: str | Path) -> Path:
+    """A folder stays itself; anything else is a hub repository, downloaded without code and without pickles."""
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists() or str(model).count("/") != 1 or str(model).startswith((".", "/", "~")):
+        raise CheckpointError(f"{model} is not a checkpoint folder. Give a folder with config.json, or owner/name.")
+    try:
+        return Path(snapshot_download(str(model), allow_patterns=WANTED_FILES))
+    except Exception as error:
+        raise CheckpointError(
+            f"{model} is no folder here and could not be fetched from the hub ({type(error).__name__}). "
+            "Check the name and the network, log in for gated models, or give the path of a downloaded folder."
+        ) from error
+
+
+def load_config(folder: Path) -> PretrainedConfig:
+    try:
+        return AutoConfig.from_pretrained(folder)
+    except (OSError, ValueError, KeyError) as error:
+        raise CheckpointError(
+            f"{folder} has no usable config.json ({str(error).splitlines()[0]}). The folder must be a transformers "
+            "checkpoint of an architecture this release knows; code from the checkpoint is not run."
+        ) from error
+
+
+class MoEModel:
+    """The MoE layers of a checkpoint or of a loaded model."""
+
+    def __init__(self, name: str, twin: PreTrainedModel, source: CheckpointSource | ModelSource):
+        self.name, self.source, self.architecture = name, source, type(twin).__name__
+        self.sites, self.not_covered = find_sites(twin)
+
+    @classmethod
+    def open(cls, model: str | Path) -> MoEModel:
+        """A checkpoint: nothing but its configuration and its file headers is read yet."""
+        folder = resolve(model)
+        config = load_config(folder)
+        _refuse_quantised(folder, config)
+        twin = hollow_twin(config)
+        return cls(folder.resolve().name, twin, CheckpointSource(folder, twin))
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> MoEModel:
+        """A model in memory."""
+        name = Path(model.config._name_or_path or type(model).__name__).name
+        return cls(name, hollow_twin(model.config, type(model)), ModelSource(model))
+
+    def __len__(self) -> int:
+        return len(self.sites)
+
+    def layers(self) -> Iterator[MoELayer]:
+        """Each MoE layer in turn. The caller drops a layer before it takes the next."""
+        for site in self.sites:
+            yield self.layer(site)
+
+    def layer(self, site: Site) -> MoELayer:
+        names = site.parameter_names()
+        read = self.source.read(names)
+        return assemble(site, {short: read[name] for name, short in names.items()})
+
+    def structure(self) -> dict[str, Any]:
+        """What a plan must agree with: layers, experts, k, d, m, router kind."""
+        return {site.key: describe(site) for site in self.sites}
+
+    def content(self) -> str:
+        """sha256 over all router rows as bf16: tells weights apart without reading the experts."""
+        digest = hashlib.sha256()
+        for site in self.sites:
+            names = [n for n, short in site.parameter_names().items() if short.startswith("router.")]
+            for name, tensor in sorted(self.source.read(names).items()):
+                digest.update(f"{site.key}:{name.rpartition('.')[2]}:".encode())
+                digest.update(_bytes(tensor))
+        return digest.hexdigest()
+
+    def fingerprint(self) -> dict[str, Any]:
+        return {"structure": self.structure(), "content": self.content()}
+
+
+def _bytes(tensor: Tensor) -> bytes:
+    return tensor.detach().to("cpu", torch.bfloat16).contiguous().view(torch.uint8).numpy().tobytes()
+
+
+def describe(site: Site) -> dict[str, Any]:
+    """One layer's part of the fingerprint."""
+    experts = site.experts
+    w_out = getattr(experts, "down_proj", None)
+    shape = tuple(w_out.shape) if isinstance(w_out, Tensor) and is_registered(experts) else ()
+    hidden, middle = shape[1:] if len(shape) == 3 else (0, 0)
+    if shape and experts.is_transposed:
+        hidden, middle = middle, hidden
+    shapes = [] if site.router is None else [tuple(p.shape) for _, p in sorted(site.router.named_parameters())]
+    return {
+        "experts": site.num_experts,
+        "top_k": site.top_k,
+        "hidden": hidden,
+        "intermediate": middle,
+        "router": f"{site.router_input}:" + ",".join("x".join(map(str, s)) for s in shapes),
+    }
+
+
+def _refuse_quantised(folder: Path, config: PretrainedConfig) -> None:
+    found = getattr(config, "quantization_config", None) or getattr(
+        config.get_text_config(), "quantization_config", None
+    )
+    if found:
+        method = found.get("quant_method", "unknown") if isinstance(found, dict) else found.quant_method
+        raise CheckpointError(
+            f"{folder} is quantised ({method}), which the table builder does not read yet. Build the plan from the "
+            "unquantised checkpoint and attach it with allow_other_weights=True: routers are usually left unquantised."
+        )

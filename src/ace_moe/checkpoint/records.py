@@ -1,0 +1,129 @@
+"""What the offline side knows of a MoE layer: where it sits (`Site`) and what it weighs (`MoELayer`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+CHUNK_BYTES = 128 << 20  # fp32 working set of one chunk of experts; bounds memory for any model
+
+
+@dataclass(frozen=True)
+class Site:
+    """One MoE layer as a text pass found it. Modules hold no weights: they are read for their code alone.
+
+    `router_input` tells how the router's input relates to the experts' input: "same" tensor, the "residual" in
+    front of the norm that feeds the experts, or "other".
+    """
+
+    key: str
+    path: str
+    experts: nn.Module
+    num_experts: int
+    top_k: int
+    norm_path: str | None
+    norm: nn.Module | None
+    router_path: str | None
+    router: nn.Module | None
+    router_input: str
+
+    def parameter_names(self) -> dict[str, str]:
+        """Full parameter name → role-prefixed short name, for everything the tables read."""
+        names = {f"{self.path}.{n}": f"experts.{n}" for n, _ in self.experts.named_parameters()}
+        for path, module, role in ((self.norm_path, self.norm, "norm"), (self.router_path, self.router, "router")):
+            if module is not None:
+                names |= {f"{path}.{n}": f"{role}.{n}" for n, _ in module.named_parameters()}
+        return names
+
+
+@dataclass(frozen=True)
+class Projections:
+    """A few experts in one orientation, fp32: gate, up [C, m, d] and down [C, d, m]; gate is None if ungated."""
+
+    gate: Tensor | None
+    up: Tensor
+    down: Tensor
+
+
+@dataclass(frozen=True)
+class MoELayer:
+    """One MoE layer's weights, in the layout of the model, with readers that hide the layout.
+
+    `norm_scale` [d] is the effective scale Γ in front of the experts; `router_rows` [E, d] are the router's rows
+    in the experts' input space. Where one has no meaning it is None and `undefined` says why.
+    """
+
+    key: str
+    path: str
+    top_k: int
+    w_in: Tensor
+    w_out: Tensor
+    b_in: Tensor | None
+    b_out: Tensor | None
+    gated: bool
+    transposed: bool
+    interleaved: bool
+    activate: Callable[[Tensor], Tensor]
+    finish: Callable[[Tensor], Tensor]
+    norm_scale: Tensor | None
+    router_rows: Tensor | None
+    undefined: dict[str, str]
+
+    @property
+    def num_experts(self) -> int:
+        return self.w_in.shape[0]
+
+    @property
+    def hidden(self) -> int:
+        """d, the width of the experts' input."""
+        return self.w_in.shape[1 if self.transposed else 2]
+
+    @property
+    def intermediate(self) -> int:
+        """m, the width between the two products."""
+        return self.w_out.shape[1 if self.transposed else 2]
+
+    def to(self, device: str | torch.device) -> MoELayer:
+        """The same layer with its tensors on another device."""
+
+        def move(tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else tensor.to(device)
+
+        weights = replace(self, w_in=self.w_in.to(device), w_out=self.w_out.to(device))
+        rest = {n: move(getattr(self, n)) for n in ("b_in", "b_out", "norm_scale", "router_rows")}
+        return replace(weights, **rest)  # type: ignore[arg-type]
+
+    def chunks(self) -> Iterator[slice]:
+        """Slices of experts whose fp32 copies fit the working set."""
+        per_expert = 4 * (self.w_in[0].numel() + self.w_out[0].numel())
+        step = max(1, CHUNK_BYTES // per_expert)
+        for start in range(0, self.num_experts, step):
+            yield slice(start, min(start + step, self.num_experts))
+
+    def _oriented(self, chunk: slice) -> tuple[Tensor, Tensor]:
+        """(w_in [C, 2m or m, d], w_out [C, d, m]) in fp32."""
+        w_in, w_out = self.w_in[chunk].float(), self.w_out[chunk].float()
+        return (w_in.mT, w_out.mT) if self.transposed else (w_in, w_out)
+
+    def projections(self, chunk: slice) -> Projections:
+        w_in, w_out = self._oriented(chunk)
+        if not self.gated:
+            return Projections(None, w_in, w_out)
+        if self.interleaved:
+            return Projections(w_in[:, ::2], w_in[:, 1::2], w_out)
+        gate, up = w_in.chunk(2, dim=1)
+        return Projections(gate, up, w_out)
+
+    def respond(self, x: Tensor) -> Tensor:
+        """Expert e on row e: x [E, d] → [E, d], the expert's complete forward in fp32."""
+        return torch.cat([self._respond(x, chunk) for chunk in self.chunks()])
+
+    def _respond(self, x: Tensor, chunk: slice) -> Tensor:
+        w_in, w_out = self._oriented(chunk)
+        z = torch.bmm(w_in, x[chunk].unsqueeze(-1)).squeeze(-1)
+        z = z if self.b_in is None else z + self.b_in[chunk].float()
+        y = torch.bmm(w_out, self.activate(z).unsqueeze(-1)).squeeze(-1)
+        return self.finish(y if self.b_out is None else y + self.b_out[chunk].float())

@@ -1,0 +1,145 @@
+"""Where tensors come from: a folder of safetensors, read one layer at a time, or a model in memory."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from copy import deepcopy
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+
+from ..errors import CheckpointError
+
+Recipe = list[tuple[str, str | None]]  # (key on disk, converter pattern or None) that make one parameter
+
+
+class CheckpointSource:
+    """Parameters of a checkpoint folder under the names the model in memory has.
+
+    Renames, merges of per-expert tensors and layout changes are transformers' own, so every layout it loads is
+    read here too. Nothing is kept between calls: one call's parameters are all that is in memory.
+    """
+
+    def __init__(self, folder: Path, twin: PreTrainedModel):
+        self.folder, self.twin = folder, twin
+        self.files = locate(folder)
+        mapping = get_model_conversion_mapping(twin)
+        self.converters = {p: c for c in mapping if isinstance(c, WeightConverter) for p in c.source_patterns}
+        self.recipes = self._match([m for m in mapping if isinstance(m, WeightRenaming)])
+
+    def _match(self, renamings: list[WeightRenaming]) -> dict[str, Recipe]:
+        model, wanted = self.twin, self.twin.state_dict()
+        converters = list({id(c): c for c in self.converters.values()}.values())
+        recipes: dict[str, Recipe] = defaultdict(list)
+        for key in sorted(self.files, key=dot_natural_key):
+            name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, wanted)
+            if name not in wanted and key in wanted:
+                name, pattern = rename_source_key(key, [], [], model.base_model_prefix, wanted)
+            if name in wanted:
+                recipes[name].append((key, pattern))
+        return recipes
+
+    def read(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """The named parameters; a name that the checkpoint lacks is an error."""
+        out: dict[str, Tensor] = {}
+        with ExitStack() as files:
+            handles: dict[Path, safe_open] = {}
+
+            def get(key: str) -> Tensor:
+                path = self.files[key]
+                if path not in handles:
+                    handles[path] = files.enter_context(open_shard(path))
+                return handles[path].get_tensor(key)
+
+            for name in names:
+                if name not in out:
+                    out |= self._build(name, get)
+        return out
+
+    def _build(self, name: str, get: Callable[[str], Tensor]) -> dict[str, Tensor]:
+        recipe = self.recipes.get(name) or self._sibling(name)
+        if recipe[0][1] is None:
+            return {name: get(recipe[0][0])}
+        converter = deepcopy(self.converters[recipe[0][1]])
+        for key, pattern in recipe:
+            converter.add_tensor(name, key, pattern, lambda key=key: get(key))
+        made = converter.convert(name, model=self.twin, config=self.twin.config)
+        made = {k: v[0] if isinstance(v, list) else v for k, v in made.items()}
+        if name not in made:
+            raise self._missing(name)
+        return made
+
+    def _sibling(self, name: str) -> Recipe:
+        """A one-to-many conversion is filed under its first target only: find the recipe that also makes `name`."""
+        stem = name.rpartition(".")[0]
+        for other, recipe in self.recipes.items():
+            pattern = recipe[0][1]
+            targets = self.converters[pattern].target_patterns if pattern else ()
+            if len(targets) > 1 and other.startswith(stem.rpartition(".")[0]) and any(t in name for t in targets):
+                return recipe
+        raise self._missing(name)
+
+    def _missing(self, name: str) -> CheckpointError:
+        return CheckpointError(
+            f"{self.folder} has no tensor for {name}. A shard may be missing, or the format is one this release of "
+            "transformers does not convert; check the folder against its index, or download it again."
+        )
+
+
+class ModelSource:
+    """Parameters of a model in memory."""
+
+    def __init__(self, model: nn.Module):
+        self.parameters = dict(model.named_parameters())
+
+    def read(self, names: Iterable[str]) -> dict[str, Tensor]:
+        return {name: self.parameters[name].detach() for name in names}
+
+
+def locate(folder: Path) -> dict[str, Path]:
+    """Tensor name → file that holds it, for a single file or a sharded checkpoint."""
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        return _from_index(folder, index)
+    shards = sorted(folder.glob("*.safetensors"))
+    if not shards:
+        raise CheckpointError(
+            f"{folder} holds no .safetensors file. ACE reads safetensors checkpoints; convert others with "
+            "`model.save_pretrained(folder)`, which never needs pickle again."
+        )
+    return {key: shard for shard in shards for key in keys_of(shard)}
+
+
+def _from_index(folder: Path, index: Path) -> dict[str, Path]:
+    try:
+        entries: dict[str, str] = json.loads(index.read_text())["weight_map"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{index} is not a safetensors index ({error}); download it again.") from error
+    missing = sorted({file for file in entries.values() if not (folder / file).is_file()})
+    if missing:
+        raise CheckpointError(
+            f"{folder} misses {len(missing)} of {len(set(entries.values()))} shards: {', '.join(missing[:3])}"
+            f"{' …' if len(missing) > 3 else ''}. Finish the download, then run the command again."
+        )
+    return {key: folder / file for key, file in entries.items()}
+
+
+def keys_of(shard: Path) -> list[str]:
+    with open_shard(shard) as handle:
+        return list(handle.keys())
+
+
+def open_shard(path: Path) -> safe_open:
+    try:
+        return safe_open(path, "pt")
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(
+            f"{path} cannot be read ({error}). It is truncated or damaged; download it again."
+        ) from error

@@ -1,0 +1,220 @@
+"""Finds the MoE layers of a model by running it, not by reading names.
+
+A hollow twin of the model (every weight is one shared zero) runs one short text pass. Hooks see which module
+produced the experts' input (the norm), which produced their ids (the router), and whether router and experts see
+the same tensor. Experts themselves are replaced by a recorder, so models of any size fit.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from ..errors import StructureError
+from .records import Site
+
+
+def is_registered(module: nn.Module) -> bool:
+    """Whether transformers' experts registry serves this module (its decorator leaves these marks)."""
+    return all(hasattr(module, mark) for mark in ("has_gate", "is_transposed", "num_experts", "config"))
+
+
+def takes_routing(module: nn.Module) -> bool:
+    """Whether the module is called as experts(hidden [T, d], ids [T, k], gates [T, k])."""
+    if not isinstance(getattr(module, "num_experts", None), int):
+        return False
+    names = list(inspect.signature(inspect.unwrap(type(module).forward)).parameters)[1:4]
+    return len(names) == 3 and names[0] == "hidden_states" and names[1] in ("top_k_index", "router_indices")
+
+
+def experts_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Every (path, experts module) of a model, in order."""
+    for path, module in model.named_modules():
+        if is_registered(module) or takes_routing(module):
+            yield path, module
+
+
+def model_class(config: PretrainedConfig) -> type[PreTrainedModel]:
+    """The class the checkpoint names; without one, the causal language model of its type."""
+    for name in config.architectures or ():
+        found = getattr(transformers, name, None) or getattr(_modeling_module(config), name, None)
+        if found is not None:
+            return found
+    try:
+        return transformers.AutoModelForCausalLM._model_mapping[type(config)]
+    except KeyError:
+        raise StructureError(
+            f"transformers {transformers.__version__} has no class for {config.architectures or config.model_type!r}. "
+            "Install a release that knows this architecture; code from the checkpoint itself is not run."
+        ) from None
+
+
+def _modeling_module(config: PretrainedConfig) -> ModuleType | None:
+    name = type(config).__module__.replace(".configuration_", ".modeling_")
+    try:
+        return __import__(name, fromlist=["x"])
+    except ImportError:
+        return None
+
+
+def hollow_twin(config: PretrainedConfig, cls: type[PreTrainedModel] | None = None) -> PreTrainedModel:
+    """A model of this configuration whose tensors have shapes and code that runs, but take no memory.
+
+    Real zeros of stride 0, not meta tensors: some attention code branches on values, which meta tensors refuse.
+    """
+    with torch.device("meta"):
+        model = (cls or model_class(config))(config).eval()
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                module._parameters[name] = nn.Parameter(_hollow(parameter), requires_grad=False)
+        for name, buffer in module._buffers.items():
+            module._buffers[name] = None if buffer is None else _hollow(buffer)
+    return model
+
+
+def _hollow(tensor: Tensor) -> Tensor:
+    return torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)
+
+
+@dataclass
+class _Trace:
+    """Storages seen during the pass. Views share a storage, so a reshape does not hide where a tensor came from."""
+
+    produced: dict[int, list[str]] = field(default_factory=dict)
+    entered: dict[str, int] = field(default_factory=dict)
+    calls: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    alive: list[Tensor] = field(default_factory=list)  # a freed storage could be reused under the same number
+
+    def storage(self, tensor: Tensor) -> int:
+        self.alive.append(tensor)
+        return tensor.untyped_storage()._cdata
+
+    def enter(self, path: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
+            if tensors:
+                self.entered.setdefault(path, self.storage(tensors[0]))
+
+        return hook
+
+    def leave(self, path: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            for tensor in output if isinstance(output, (tuple, list)) else (output,):
+                if isinstance(tensor, Tensor):
+                    self.produced.setdefault(self.storage(tensor), []).append(path)
+
+        return hook
+
+    def record(self, path: str) -> Callable[..., Tensor]:
+        def forward(hidden: Tensor, ids: Tensor, gates: Tensor, *rest: Any) -> Tensor:
+            self.calls.setdefault(path, (hidden, ids))
+            return torch.empty_like(hidden)
+
+        return forward
+
+
+def find_sites(twin: PreTrainedModel) -> tuple[list[Site], list[str]]:
+    """All MoE layers a text pass reaches, in order, and the paths of experts it never reaches."""
+    trace, experts = _Trace(), dict(experts_modules(twin))
+    if not experts:
+        raise StructureError(
+            f"{type(twin).__name__} has no routed experts that transformers calls with (hidden, ids, gates). "
+            "ACE skips routed experts of Mixture-of-Experts models; a dense model has nothing to skip."
+        )
+    hooks = []
+    for path, module in twin.named_modules():
+        hooks.append(module.register_forward_pre_hook(trace.enter(path), with_kwargs=True))
+        hooks.append(module.register_forward_hook(trace.leave(path)))
+    for path, module in experts.items():
+        module.forward = trace.record(path)
+    try:
+        _text_pass(twin)
+    finally:
+        for handle in hooks:
+            handle.remove()
+        for module in experts.values():
+            del module.forward
+    sites = [_site(twin, path, experts[path], trace) for path in trace.calls]
+    return _with_keys(sites), [path for path in experts if path not in trace.calls]
+
+
+def _text_pass(twin: PreTrainedModel) -> None:
+    with torch.no_grad():
+        ids = torch.ones(1, 2, dtype=torch.long)
+        inputs = {"input_ids": ids}
+        if getattr(twin.config, "is_encoder_decoder", False):
+            inputs["decoder_input_ids"] = ids
+        try:
+            twin(**inputs, use_cache=False)
+        except Exception as error:  # any modelling code may run here
+            raise StructureError(
+                f"{type(twin).__name__} could not be traced with a text input "
+                f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}). "
+                "Please report the model; its structure cannot be read."
+            ) from error
+
+
+def _site(model: nn.Module, path: str, experts: nn.Module, trace: _Trace) -> Site:
+    hidden, ids = trace.calls[path]
+    source = trace.storage(hidden)
+    norm_path = next(iter(trace.produced.get(source, ())), None)
+    router_path = _router_path(model, path, experts, trace)
+    router_source = None if router_path is None else trace.entered.get(router_path)
+    return Site(
+        key="",
+        path=path,
+        experts=experts,
+        num_experts=int(experts.num_experts),  # type: ignore[arg-type]
+        top_k=int(ids.shape[-1]),
+        norm_path=norm_path,
+        norm=None if norm_path is None else model.get_submodule(norm_path),
+        router_path=router_path,
+        router=None if router_path is None else model.get_submodule(router_path),
+        router_input=_relation(source, norm_path, router_source, trace),
+    )
+
+
+def _router_path(model: nn.Module, path: str, experts: nn.Module, trace: _Trace) -> str | None:
+    """The module that gave the ids; else the one linear layer from the experts' input to one number per expert."""
+    hidden, ids = trace.calls[path]
+    makers = trace.produced.get(trace.storage(ids))
+    if makers:
+        return makers[0]
+    block, source = path.rpartition(".")[0], trace.storage(hidden)
+    linear = [
+        name
+        for name, module in model.named_modules()
+        if name.startswith(block + ".")
+        and isinstance(module, nn.Linear)
+        and module.out_features == experts.num_experts
+        and trace.entered.get(name) == source
+    ]
+    return linear[0] if len(linear) == 1 else None
+
+
+def _relation(source: int, norm_path: str | None, router_source: int | None, trace: _Trace) -> str:
+    if router_source == source:
+        return "same"
+    if norm_path is not None and router_source == trace.entered.get(norm_path):
+        return "residual"
+    return "other"
+
+
+def _with_keys(sites: list[Site]) -> list[Site]:
+    """`<n>`, the decoder layer's number; the whole path where two experts modules would share a number."""
+    numbers = [re.search(r"(?:^|\.)(\d+)\.", site.path) for site in sites]
+    keys = [str(int(n.group(1))) if n else site.path for n, site in zip(numbers, sites, strict=True)]
+    return [
+        Site(**{**vars(site), "key": key if keys.count(key) == 1 else site.path})
+        for key, site in zip(keys, sites, strict=True)
+    ]

@@ -1,0 +1,232 @@
+"""The command `ace`. Commands read arguments, call the package and print; what they do lives elsewhere."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from . import show
+from .errors import AceError, BudgetError
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    help="Skip the expert slots of a Mixture-of-Experts model that contribute little.",
+)
+out, err = Console(), Console(stderr=True)
+
+Model = Annotated[str, typer.Argument(help="A checkpoint folder or a hub repository (owner/name).", metavar="MODEL")]
+PlanPath = Annotated[Path, typer.Option("--plan", "-p", help="The plan file.", metavar="PLAN")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
+Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1 … Default: the GPU if there is one.")]
+PolicyName = Annotated[str, typer.Option(help="The method that decides slots: ace, gsp, rcr, share.")]
+Preset = Annotated[str | None, typer.Option(help="paper: the paper's method, unchanged.")]
+GainName = Annotated[str | None, typer.Option(help="How kept gates are rescaled: power, kept, none.")]
+MinActive = Annotated[int | None, typer.Option(help="Experts that always run for a token.")]
+MinMass = Annotated[float | None, typer.Option(help="Share of a token's gate mass that always runs.")]
+
+
+def main() -> None:
+    """Run the command; an error of ours is one paragraph and exit code 1."""
+    warnings.showwarning = lambda message, *_, **__: err.print(f"[yellow]note:[/] {message}", highlight=False)
+    try:
+        app()
+    except AceError as error:
+        err.print(f"[bold red]error:[/] {error}", highlight=False, soft_wrap=True)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        err.print("interrupted; nothing half-written is left behind")
+        sys.exit(130)
+
+
+@contextmanager
+def progress(label: str, total: int | None) -> Iterator[Callable[[], None]]:
+    """A bar on the error stream; yields the function that moves it by one."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=err, transient=True) as bar:
+        task = bar.add_task(label, total=total)
+        yield lambda: bar.advance(task)
+
+
+def settings(
+    policy: str, preset: str | None, gain: str | None, min_active: int | None, min_mass: float | None
+) -> dict[str, Any]:
+    """Constructor options of ACE; what the user left out keeps the policy's own default."""
+    common = {"gain": gain, "min_active": min_active, "min_mass": min_mass}
+    given = {k: v for k, v in common.items() if v is not None}
+    return ({"preset": preset} if preset else {"policy": policy}) | given
+
+
+def parse_budgets(text: str) -> list[float]:
+    """ "0.1:0.6:0.1" (from : to : step) or "0.1,0.5"."""
+    try:
+        if ":" not in text:
+            return [float(part) for part in text.split(",")]
+        start, stop, step = (float(part) for part in text.split(":"))
+        return [round(start + i * step, 9) for i in range(round((stop - start) / step) + 1)]
+    except (ValueError, ZeroDivisionError):
+        raise BudgetError(f"Budgets are fractions such as 0.5, 0.1,0.3 or 0.1:0.6:0.1; {text!r} is not.") from None
+
+
+def print_json(value: Any) -> None:
+    print(json.dumps(value, indent=1))
+
+
+@app.command(epilog="Example: ace tables Qwen/Qwen3-30B-A3B -o qwen3.safetensors")
+def tables(
+    model: Model,
+    output: Annotated[Path, typer.Option("--output", "-o", help="Where the plan goes.")] = Path("plan.safetensors"),
+    device: Annotated[str, typer.Option(help="Where the products are computed.")] = "cpu",
+    as_json: AsJson = False,
+) -> None:
+    """Compute the tables from the checkpoint alone and write a plan. No data, no GPU needed."""
+    from .checkpoint import MoEModel
+    from .offline import build_plan
+
+    show.check_writable(output)
+    start = time.perf_counter()
+    moe = MoEModel.open(model)
+    with progress("layers", len(moe)) as tick:
+        plan = build_plan(moe, device=device, tick=tick)
+    plan.save(output)
+    seconds = time.perf_counter() - start
+    if as_json:
+        return print_json(
+            {"plan": str(output), "layers": len(plan.tables), "undefined": plan.undefined, "seconds": seconds}
+        )
+    out.print(show.plan_table(plan))
+    for reason in plan.undefined.values():
+        err.print(f"[yellow]note:[/] {reason}", highlight=False)
+    out.print(
+        f"{output}: {len(plan.tables)} layers in {seconds:.1f} s. Next: ace budget {model} --plan {output} --text FILE"
+    )
+
+
+@app.command(epilog="Example: ace budget Qwen/Qwen3-30B-A3B --plan qwen3.safetensors --text sample.txt")
+def budget(
+    model: Model,
+    plan: PlanPath,
+    text: Annotated[
+        Path, typer.Option(help="Unlabelled text of the kind the model will serve: .txt, or .jsonl with `text`.")
+    ],
+    budgets: Annotated[str, typer.Option(help="Fractions to skip: 0.5, 0.1,0.3 or from:to:step.")] = "0.1:0.6:0.1",
+    policy: PolicyName = "ace",
+    preset: Preset = None,
+    gain: GainName = None,
+    min_active: MinActive = None,
+    min_mass: MinMass = None,
+    window: Annotated[int, typer.Option(help="Tokens in a window.")] = 1024,
+    tokens: Annotated[int, typer.Option(help="Tokens of the text to use.")] = 65536,
+    batch: Annotated[int, typer.Option(help="Windows at a time.")] = 1,
+    correct: Annotated[bool, typer.Option(help="Correct τ on the skipped model until the realised ratio fits.")] = True,
+    allow_other_weights: Annotated[bool, typer.Option(help="The model is a quantised copy of the plan's.")] = False,
+    device: Device = None,
+    as_json: AsJson = False,
+) -> None:
+    """Map budgets to thresholds with one pass over a text, correct them, and write them into the plan."""
+    from .ace import ACE
+    from .budget import check_budget
+    from .loading import load_model, load_tokenizer, load_windows
+    from .offline import Passes, fit_budgets, thresholds
+    from .plan import Plan
+
+    ace = ACE(
+        Plan.load(plan), allow_other_weights=allow_other_weights, **settings(policy, preset, gain, min_active, min_mass)
+    )
+    wanted = [check_budget(b, ace.top_k, ace.policy.min_active) for b in parse_budgets(budgets)]
+    show.check_writable(plan)
+    loaded = load_model(model, device)
+    windows = load_windows(loaded, load_tokenizer(model), text, window, tokens)
+    with ace(loaded), progress("windows", None) as tick:
+        passes = Passes(ace, loaded, windows, batch, tick)
+        fits = fit_budgets(passes, wanted, correct=correct and preset != "paper")
+    ace.plan.with_thresholds(thresholds(fits, ace.policy, windows)).save(plan)
+    if as_json:
+        return print_json({"plan": str(plan), "passes": passes.count, "thresholds": [vars(fit) for fit in fits]})
+    out.print(show.fits_table(fits))
+    out.print(f"{plan}: {len(fits)} thresholds from {windows.workload.tokens:,} tokens in {passes.count} passes.")
+
+
+@app.command(
+    epilog='Example: ace run Qwen/Qwen3-30B-A3B --plan qwen3.safetensors --skip 0.5 --prompt "Once upon a time"'
+)
+def run(
+    model: Model,
+    plan: PlanPath,
+    prompt: Annotated[str, typer.Option(help="What the model continues.")],
+    skip: Annotated[float, typer.Option(help="Fraction of routed slots to skip.")] = 0.5,
+    policy: PolicyName = "ace",
+    preset: Preset = None,
+    gain: GainName = None,
+    min_active: MinActive = None,
+    min_mass: MinMass = None,
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate.")] = 64,
+    allow_other_weights: Annotated[bool, typer.Option(help="The model is a quantised copy of the plan's.")] = False,
+    device: Device = None,
+    as_json: AsJson = False,
+) -> None:
+    """Generate text with a budget and show the realised ratio."""
+    from .ace import ACE
+    from .loading import generate, load_model, load_tokenizer
+
+    options = settings(policy, preset, gain, min_active, min_mass)
+    ace = ACE.load(plan, skip, allow_other_weights=allow_other_weights, **options)
+    loaded, tokenizer = load_model(model, device), load_tokenizer(model)
+    with ace(loaded):
+        text = generate(loaded, tokenizer, prompt, max_new_tokens)
+    report = ace.report()
+    if as_json:
+        return print_json({"text": text, "requested": skip, **report})
+    out.print(text, highlight=False, markup=False)
+    err.print(
+        f"requested {skip:.1%}, realised {report['realised']:.1%} "
+        f"(prefill {report['prefill']['realised']:.1%}, decode {report['decode']['realised']:.1%})"
+    )
+
+
+@app.command(epilog="Examples: ace inspect Qwen/Qwen3-30B-A3B, ace inspect plan.safetensors")
+def inspect(
+    target: Annotated[str, typer.Argument(help="A model or a plan file.", metavar="MODEL|PLAN")],
+    as_json: AsJson = False,
+) -> None:
+    """What is in this model or this plan, and what ACE can do with it."""
+    from .checkpoint import MoEModel
+    from .plan import Plan
+
+    if Path(target).is_file():
+        plan = Plan.load(target)
+        return print_json(show.plan_json(plan)) if as_json else show.print_plan(out, plan)
+    moe = MoEModel.open(target)
+    return print_json(show.model_json(moe)) if as_json else show.print_model(out, moe)
+
+
+@app.command(epilog="Example: ace demo")
+def demo(
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="Folder for the plan, the JSON and the picture.")
+    ] = Path("ace-demo"),
+    as_json: AsJson = False,
+) -> None:
+    """The embedded model: tables → plan → thresholds → perplexity at 0–60 % skipped, in about a minute on a laptop."""
+    from . import demo as tour
+
+    cells = tour.run(output, say=lambda line: err.print(line))
+    picture = tour.draw(cells, output / "demo.png")
+    if as_json:
+        return print_json([vars(cell) for cell in cells])
+    out.print(show.demo_table(cells))
+    out.print(
+        f"plan and numbers in {output}/"
+        + (f", picture in {picture}" if picture else "; pip install 'ace-moe[report]' for a picture")
+    )

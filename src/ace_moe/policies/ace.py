@@ -1,0 +1,35 @@
+"""ACE: skip a slot only when both views, global (GSP) and router-conditioned (RCR), call it low."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from .. import rule
+from ..errors import BudgetError
+from ..rule import Fusion
+from .base import Routing, TokenPolicy
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ace(TokenPolicy):
+    """c = max(p_GSP, p_RCR) with p_i = g_i A(e_i) / Σ_j g_j A(e_j), all [T, k] (Xu et al., ACE, 2026).
+
+    Its ablations fuse by `min` or `mean`.
+    """
+
+    name: ClassVar[str] = "ace"
+    needs: ClassVar[tuple[str, ...]] = ("gsp", "rcr")
+
+    fusion: Fusion = "max"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.fusion not in ("max", "min", "mean"):
+            raise BudgetError(f"fusion must be max, min or mean, not {self.fusion!r}.")
+
+    def contribution(self, routing: Routing) -> Tensor:
+        gsp, rcr = (rule.share(routing.gates, routing.tables[name][routing.ids]) for name in self.needs)
+        return rule.fuse(gsp, rcr, self.fusion)

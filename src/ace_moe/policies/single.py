@@ -1,0 +1,40 @@
+"""One view at a time: GSP or RCR alone (the paper's ablations), and the plain gate share they must beat."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from .. import rule
+from .base import Routing, TokenPolicy
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gsp(TokenPolicy):
+    """c_i = g_i A_GSP(e_i) / Σ_j g_j A_GSP(e_j)."""
+
+    name: ClassVar[str] = "gsp"
+    needs: ClassVar[tuple[str, ...]] = ("gsp",)
+
+    def contribution(self, routing: Routing) -> Tensor:
+        return rule.share(routing.gates, routing.tables[self.needs[0]][routing.ids])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rcr(Gsp):
+    """c_i = g_i A_RCR(e_i) / Σ_j g_j A_RCR(e_j)."""
+
+    name: ClassVar[str] = "rcr"
+    needs: ClassVar[tuple[str, ...]] = ("rcr",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Share(TokenPolicy):
+    """c_i = g_i / Σ_j g_j: no table at all."""
+
+    name: ClassVar[str] = "share"
+
+    def contribution(self, routing: Routing) -> Tensor:
+        return rule.share(routing.gates)

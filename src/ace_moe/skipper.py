@@ -1,0 +1,68 @@
+"""One MoE layer's share of a running policy: tables, threshold and counters, on the layer's device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from .budget import Histogram
+from .policies import Decision, Policy, Routing, TokenPolicy
+
+PREFILL, DECODE = 0, 1
+
+
+@dataclass
+class Step:
+    """What the model is doing now, shared by its layers: the phase and, if given, which tokens are not padding."""
+
+    phase: int = PREFILL
+    tokens: int = 0
+    attention_mask: Tensor | None = None
+    masked: bool = True  # False once a pass came without a 2-D mask: then every token was counted
+
+    def token_mask(self, tokens: int) -> Tensor | None:
+        """[T] bool from the last columns of a 2-D attention mask [B, S]."""
+        mask = self.attention_mask
+        if mask is None or mask.shape[0] * self.tokens != tokens:
+            return None
+        return mask[:, -self.tokens :].reshape(-1) != 0
+
+
+class Skipper(nn.Module):
+    """Decides the slots of one layer and counts them. τ and tables are buffers: changing a budget recompiles nothing."""
+
+    threshold: Tensor
+    counts: Tensor
+
+    def __init__(self, key: str, policy: Policy, tables: dict[str, Tensor], step: Step):
+        super().__init__()
+        self.key, self.policy, self.step = key, policy, step
+        self.observer: Histogram | None = None
+        self.register_buffer("threshold", torch.zeros(2), persistent=False)
+        self.register_buffer("counts", torch.zeros(2, 2, dtype=torch.int64), persistent=False)
+        self.table_names = policy.needs
+        for name in policy.needs:
+            self.register_buffer(f"table_{name}", tables[name].float().clone(), persistent=False)
+
+    def forward(self, ids: Tensor, gates: Tensor, sentinel: int) -> tuple[Tensor, Tensor]:
+        """ids, gates [T, k] of the router → the same for the dispatch, `sentinel` in place of skipped experts."""
+        phase, token_mask = self.step.phase, self.step.token_mask(ids.shape[0])
+        tables = {name: getattr(self, f"table_{name}") for name in self.table_names}
+        routing = Routing(ids, gates, tables, self.threshold[phase], token_mask=token_mask)
+        decision = self._decide(routing)
+        self.count(decision.keep, phase, token_mask)
+        return torch.where(decision.keep, decision.ids, sentinel), decision.gates
+
+    def _decide(self, routing: Routing) -> Decision:
+        if self.observer is None or not isinstance(self.policy, TokenPolicy):
+            return self.policy.route(routing)
+        protected = self.policy.protected(routing)
+        self.observer.add(protected, routing.token_mask)
+        return self.policy.settle(routing, protected)
+
+    def count(self, keep: Tensor, phase: int, token_mask: Tensor | None) -> None:
+        """Routed and kept slots of real tokens, without a host sync."""
+        real = torch.ones_like(keep) if token_mask is None else token_mask.unsqueeze(-1).expand_as(keep)
+        self.counts[phase] += torch.stack([real.sum(), (keep & real).sum()])

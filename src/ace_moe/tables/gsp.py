@@ -1,0 +1,70 @@
+"""GSP, the Global Spectral Proxy: an expert's transformation capacity from its three projections and the norm.
+
+    a_up   = ‖Γ W_up‖ · ‖Γ W_gate W_down‖        a_gate = ‖Γ W_gate‖ · ‖Γ W_up W_down‖        (Frobenius norms)
+    GSP    = sqrt(a_up · a_gate)
+
+No d×d product is formed: ‖Γ W_a W_down‖² = Σ (W_aᵀ Γ² W_a) ∘ (W_down W_downᵀ), elementwise over m×m, and the trace of
+the first factor is ‖Γ W_a‖².
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..checkpoint.records import MoELayer, Projections
+from ..errors import StructureError
+
+NEARLY_ORTHOGONAL = 1e-3  # under this share of its typical value the fp32 sum has lost digits: redo it in fp64
+
+
+def raw(layer: MoELayer) -> Tensor:
+    """[E], before the layer's mean is taken out."""
+    if layer.norm_scale is None:
+        raise StructureError(f"GSP is undefined: {layer.undefined['gsp']}.")
+    return torch.cat([_chunk(_as_gated(layer, chunk), layer.norm_scale) for chunk in layer.chunks()])
+
+
+def _as_gated(layer: MoELayer, chunk: slice) -> Projections:
+    """relu(z)² = relu(z) · z: an ungated expert with a squared activation is a gated one whose gate is its up."""
+    p = layer.projections(chunk)
+    if p.gate is not None:
+        return p
+    z = torch.tensor([4.0, 8.0])
+    if not torch.allclose(layer.activate(2 * z), 4 * layer.activate(z)):
+        raise StructureError(
+            f"GSP is undefined: layer {layer.key}: {layer.path} has no gate projection and its activation is not a square."
+        )
+    return Projections(p.up, p.up, p.down)
+
+
+def _chunk(p: Projections, scale: Tensor) -> Tensor:
+    """[C] for C experts."""
+    assert p.gate is not None
+    value, trusted = _paths(p.gate, p.up, p.down, scale)
+    if not trusted.all():
+        redo = ~trusted
+        gate, up, down = (t[redo].double() for t in (p.gate, p.up, p.down))
+        value[redo] = _paths(gate, up, down, scale.double())[0].float()
+    return value
+
+
+def _paths(gate: Tensor, up: Tensor, down: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Raw GSP [C], and whether the working precision suffices [C]."""
+    gram_out = torch.bmm(down.mT, down)
+    gram_gate = _gram(gate * scale)
+    gram_up = gram_gate if up is gate else _gram(up * scale)
+    norm_gate, norm_up, norm_out = (_trace(g) for g in (gram_gate, gram_up, gram_out))
+    via_gate, via_up = ((g * gram_out).sum((1, 2)) for g in (gram_gate, gram_up))
+    floor = NEARLY_ORTHOGONAL * norm_out / down.shape[-1]
+    trusted = (via_gate >= floor * norm_gate) & (via_up >= floor * norm_up)
+    squares = (norm_up * via_up.clamp(min=0)).sqrt() * (norm_gate * via_gate.clamp(min=0)).sqrt()
+    return squares.sqrt(), trusted
+
+
+def _gram(w: Tensor) -> Tensor:
+    return torch.bmm(w, w.mT)
+
+
+def _trace(gram: Tensor) -> Tensor:
+    return gram.diagonal(dim1=1, dim2=2).sum(1)

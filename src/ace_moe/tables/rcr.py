@@ -1,0 +1,31 @@
+"""RCR, the Router-Conditioned Refinement: an expert's response along the direction its router row prefers.
+
+    w̃_e = w_e − mean_j w_j        q_e = ρ · w̃_e / (RMS(w̃_e) + ε), ρ = 1        RCR = ‖f_e(q_e)‖ / (‖q_e‖ + ε)
+
+f_e is the expert's complete forward, with its own activation, clamps and biases. Where router and experts see
+different inputs (Gemma-4: the router sees the residual u, the experts γ ∘ u), w_e is the gradient of the router's
+logit with respect to the experts' input: scale ∘ w / γ.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ..checkpoint.records import MoELayer
+from ..errors import StructureError
+
+EPSILON = 1e-8  # the paper names no value
+
+
+def raw(layer: MoELayer) -> Tensor:
+    """[E], before the layer's mean is taken out."""
+    q = prototypes(layer)
+    return layer.respond(q).norm(dim=1) / (q.norm(dim=1) + EPSILON)
+
+
+def prototypes(layer: MoELayer) -> Tensor:
+    """One input of RMS 1 per expert, [E, d]."""
+    if layer.router_rows is None:
+        raise StructureError(f"RCR is undefined: {layer.undefined['rcr']}.")
+    centred = layer.router_rows - layer.router_rows.mean(dim=0, keepdim=True)
+    return centred / (centred.square().mean(dim=1, keepdim=True).sqrt() + EPSILON)
