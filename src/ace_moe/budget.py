@@ -23,16 +23,15 @@ class Histogram:
     """Contributions of any number of slots in bounded memory. Protected slots (+∞) count as routed, not as candidates."""
 
     def __init__(self, device: torch.device | str = "cpu"):
-        self.bins = torch.zeros(BINS + 1, dtype=torch.int64, device=device)
+        self.bins = torch.zeros(BINS + 2, dtype=torch.int64, device=device)  # [0, 1], and one for protected slots
         self._below: Tensor | None = None
 
     def add(self, protected: Tensor, token_mask: Tensor | None = None) -> None:
         """protected [T, k] with values in [0, 1] or +∞; token_mask [T] is False at padding."""
         if token_mask is not None:
             protected = protected[token_mask]
-        index = (protected.clamp(0, 1) * BINS).long().clamp_(max=BINS - 1)
-        index = torch.where(protected.isinf(), BINS, index).flatten()
-        self.bins += torch.bincount(index.to(self.bins.device), minlength=BINS + 1)
+        index = torch.where(protected.isinf(), BINS + 1, (protected.clamp(0, 1) * BINS).long()).flatten()
+        self.bins += torch.bincount(index.to(self.bins.device), minlength=BINS + 2)
         self._below = None
 
     @property
@@ -41,7 +40,7 @@ class Histogram:
 
     @property
     def candidates(self) -> int:
-        return int(self.bins[:BINS].sum())
+        return int(self.bins[:-1].sum())
 
     @property
     def limit(self) -> float:
@@ -49,14 +48,14 @@ class Histogram:
         return self.candidates / self.routed if self.routed else 0.0
 
     def _cumulative(self) -> Tensor:
-        """[BINS + 1]: candidates under each bin edge."""
+        """[BINS + 2]: candidates under each bin edge."""
         if self._below is None:
-            self._below = torch.cat([self.bins.new_zeros(1), self.bins[:BINS].cumsum(0)])
+            self._below = torch.cat([self.bins.new_zeros(1), self.bins[:-1].cumsum(0)])
         return self._below
 
     def ratio(self, threshold: float) -> float:
         """Fraction of routed slots with contribution < τ, for a τ on a bin edge."""
-        edge = min(BINS, max(0, math.ceil(threshold * BINS)))
+        edge = min(BINS + 1, max(0, math.ceil(threshold * BINS)))
         return int(self._cumulative()[edge]) / self.routed if self.routed else 0.0
 
     def threshold(self, budget: float) -> float:

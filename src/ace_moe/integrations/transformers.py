@@ -169,6 +169,6 @@ def leaves_sentinels_out(module: nn.Module) -> bool:
             expected = module(x, one, gates)
         with FlopCounterMode(display=False) as padded:
             found = module(x, both, torch.cat([gates, torch.zeros_like(gates)], dim=1))
-    except (RuntimeError, IndexError):
+    except Exception:  # a loop that was not made for sentinels fails in its own way
         return False
     return torch.equal(expected, found) and alone.get_total_flops() == padded.get_total_flops()

@@ -1,0 +1,49 @@
+"""What many tests share: the embedded model, its plan and a few windows of text."""
+
+import os
+import warnings
+from pathlib import Path
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+from transformers.utils import logging
+
+import ace_moe
+from ace_moe.demo import MODEL, TEXT
+from ace_moe.loading import load_model, load_tokenizer, load_windows
+from ace_moe.plan import Plan
+from ace_moe.text import Windows
+
+logging.disable_progress_bar()
+torch.set_num_threads(1)  # the suite runs in two processes
+
+
+@pytest.fixture(scope="session")
+def demo_folder() -> Path:
+    return MODEL
+
+
+@pytest.fixture(scope="session")
+def demo_plan() -> Plan:
+    return ace_moe.build_plan(MODEL)
+
+
+@pytest.fixture(scope="session")
+def demo_model() -> PreTrainedModel:
+    """Shared: a test that leaves it changed breaks the next one, which is the point."""
+    return load_model(MODEL, device="cpu")
+
+
+@pytest.fixture(scope="session")
+def demo_windows(demo_model: PreTrainedModel) -> Windows:
+    """Four windows of 256 tokens."""
+    return load_windows(demo_model, load_tokenizer(MODEL), TEXT, 256, 1024)
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> None:
+    warnings.filterwarnings("ignore", message=".*falling back.*")
