@@ -22,10 +22,8 @@ def tokens(draw):
     t = draw(st.integers(0, 4))
     gates = torch.tensor([draw(st.lists(value, min_size=k, max_size=k)) for _ in range(t)]).reshape(t, k)
     ids = torch.tensor([draw(st.permutations(range(EXPERTS)))[:k] for _ in range(t)], dtype=torch.long).reshape(t, k)
-    tables = {
-        n: torch.tensor(draw(st.lists(st.floats(0.125, 4, width=32), min_size=EXPERTS, max_size=EXPERTS)))
-        for n in ("gsp", "rcr")
-    }
+    table = st.lists(st.floats(0.125, 4, width=32), min_size=EXPERTS, max_size=EXPERTS)
+    tables = {name: torch.tensor(draw(table)) for name in ("gsp", "rcr")}
     return gates, ids, tables
 
 

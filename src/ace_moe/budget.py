@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .errors import BudgetError
+from .errors import BudgetError, CheckpointError
 
 BINS = 1 << 20  # a power of two: scaling a float by it is exact, so "bin < b" and "contribution < b / BINS" agree
 
@@ -30,6 +30,11 @@ class Histogram:
         """protected [T, k] with values in [0, 1] or +∞; token_mask [T] is False at padding."""
         if token_mask is not None:
             protected = protected[token_mask]
+        if protected.isnan().any():
+            raise CheckpointError(
+                "The model gives gates that are not numbers (NaN). Its weights are damaged or its precision is too low for "
+                "them; download it again, or load it in bfloat16 or float32."
+            )
         index = torch.where(protected.isinf(), BINS + 1, (protected.clamp(0, 1) * BINS).long()).flatten()
         self.bins += torch.bincount(index.to(self.bins.device), minlength=BINS + 2)
         self._below = None
@@ -88,7 +93,7 @@ def check_budget(budget: object, top_k: int, min_active: int = 1) -> float:
     """A budget as a number the rule can meet, or an error that names the limit."""
     try:
         value = float(budget)  # type: ignore[arg-type]
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise BudgetError(
             f"A budget is the fraction of routed slots to skip, such as 0.5; {budget!r} is no number."
         ) from None
@@ -96,11 +101,11 @@ def check_budget(budget: object, top_k: int, min_active: int = 1) -> float:
         raise BudgetError(
             f"A budget is a fraction from 0 to less than 1 of the routed slots, such as 0.5; not {budget!r}."
         )
-    limit = (top_k - min_active) / top_k
+    limit = max(0, top_k - min_active) / top_k
     if value > limit:
         raise BudgetError(
             f"A budget of {value:.1%} cannot be met: with {top_k} slots a token and {min_active} always kept, at most "
-            f"{limit:.1%} can be skipped."
+            f"{limit:.1%} can be skipped. Lower the budget or min_active."
         )
     return value
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 import time
 import warnings
@@ -12,19 +13,35 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+import typer.core
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from . import show
-from .errors import AceError, BudgetError
+from .errors import AceError, BudgetError, brief
+
+
+class Commands(typer.core.TyperGroup):
+    """typer would exit on Ctrl-C without a word."""
+
+    def invoke(self, ctx: typer.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            err.print("interrupted; nothing half-written is left behind")
+            raise typer.Exit(130) from None
+
 
 app = typer.Typer(
+    cls=Commands,
     add_completion=False,
     no_args_is_help=True,
     rich_markup_mode="rich",
     help="Skip the expert slots of a Mixture-of-Experts model that contribute little.",
 )
 out, err = Console(), Console(stderr=True)
+MOST_BUDGETS = 1000  # each takes passes of the model; a range this long has a step with a zero too many
 
 Model = Annotated[str, typer.Argument(help="A checkpoint folder or a hub repository (owner/name).", metavar="MODEL")]
 PlanPath = Annotated[Path, typer.Option("--plan", "-p", help="The plan file.", metavar="PLAN")]
@@ -38,16 +55,24 @@ MinMass = Annotated[float | None, typer.Option(help="Share of a token's gate mas
 
 
 def main() -> None:
-    """Run the command; an error of ours is one paragraph and exit code 1."""
-    warnings.showwarning = lambda message, *_, **__: err.print(f"[yellow]note:[/] {message}", highlight=False)
+    """Run the command; an error of ours, or of the file system, is one paragraph and exit code 1."""
+    warnings.showwarning = lambda message, *_, **__: note(message)
     try:
         app()
-    except AceError as error:
-        err.print(f"[bold red]error:[/] {error}", highlight=False, soft_wrap=True)
+    except (AceError, OSError) as error:
+        err.print(f"[bold red]error:[/] {escape(_paragraph(error))}", highlight=False, soft_wrap=True)
         sys.exit(1)
-    except KeyboardInterrupt:
-        err.print("interrupted; nothing half-written is left behind")
-        sys.exit(130)
+
+
+def _paragraph(error: Exception) -> str:
+    if isinstance(error, AceError):
+        return str(error)
+    return f"The system refused a file or folder: {brief(error)}. Check its path, permissions and free space."
+
+
+def note(message: object) -> None:
+    """One line on the error stream beside the result."""
+    err.print(f"[yellow]note:[/] {escape(str(message))}", highlight=False, soft_wrap=True)
 
 
 @contextmanager
@@ -74,9 +99,14 @@ def parse_budgets(text: str) -> list[float]:
         if ":" not in text:
             return [float(part) for part in text.split(",")]
         start, stop, step = (float(part) for part in text.split(":"))
-        return [round(start + i * step, 9) for i in range(round((stop - start) / step) + 1)]
-    except (ValueError, ZeroDivisionError):
-        raise BudgetError(f"Budgets are fractions such as 0.5, 0.1,0.3 or 0.1:0.6:0.1; {text!r} is not.") from None
+        count = math.floor((stop - start) / step + 1e-6) + 1
+        if not 1 <= count <= MOST_BUDGETS:
+            raise ValueError
+        return [round(start + i * step, 9) for i in range(count)]
+    except (ValueError, ArithmeticError):
+        raise BudgetError(
+            f"Budgets are fractions such as 0.5, 0.1,0.3 or 0.1:0.6:0.1 (from : to : step); {text!r} is not."
+        ) from None
 
 
 def print_json(value: Any) -> None:
@@ -92,8 +122,10 @@ def tables(
 ) -> None:
     """Compute the tables from the checkpoint alone and write a plan. No data, no GPU needed."""
     from .checkpoint import MoEModel
+    from .loading import check_device
     from .offline import build_plan
 
+    check_device(device)
     show.check_writable(output)
     start = time.perf_counter()
     moe = MoEModel.open(model)
@@ -107,9 +139,10 @@ def tables(
         )
     out.print(show.plan_table(plan))
     for reason in plan.undefined.values():
-        err.print(f"[yellow]note:[/] {reason}", highlight=False)
-    out.print(
-        f"{output}: {len(plan.tables)} layers in {seconds:.1f} s. Next: ace budget {model} --plan {output} --text FILE"
+        note(reason)
+    show.print_line(
+        out,
+        f"{output}: {len(plan.tables)} layers in {seconds:.1f} s. Next: ace budget {model} --plan {output} --text FILE",
     )
 
 
@@ -140,14 +173,17 @@ def budget(
     from .loading import load_model, load_tokenizer, load_windows
     from .offline import Passes, fit_budgets, thresholds
     from .plan import Plan
+    from .text import check_sizes, read_text
 
     ace = ACE(
         Plan.load(plan), allow_other_weights=allow_other_weights, **settings(policy, preset, gain, min_active, min_mass)
     )
     wanted = [check_budget(b, ace.top_k, ace.policy.min_active) for b in parse_budgets(budgets)]
     show.check_writable(plan)
-    loaded = load_model(model, device)
-    windows = load_windows(loaded, load_tokenizer(model), text, window, tokens)
+    check_sizes(window, tokens, batch)
+    read_text(text)  # a text that cannot serve is reported before gigabytes are loaded
+    tokenizer, loaded = load_tokenizer(model), load_model(model, device)
+    windows = load_windows(loaded, tokenizer, text, window, tokens)
     with ace(loaded), progress("windows", None) as tick:
         passes = Passes(ace, loaded, windows, batch, tick)
         fits = fit_budgets(passes, wanted, correct=correct and preset != "paper")
@@ -155,7 +191,9 @@ def budget(
     if as_json:
         return print_json({"plan": str(plan), "passes": passes.count, "thresholds": [vars(fit) for fit in fits]})
     out.print(show.fits_table(fits))
-    out.print(f"{plan}: {len(fits)} thresholds from {windows.workload.tokens:,} tokens in {passes.count} passes.")
+    show.print_line(
+        out, f"{plan}: {len(fits)} thresholds from {windows.workload.tokens:,} tokens in {passes.count} passes."
+    )
 
 
 @app.command(
@@ -178,11 +216,12 @@ def run(
 ) -> None:
     """Generate text with a budget and show the realised ratio."""
     from .ace import ACE
-    from .loading import generate, load_model, load_tokenizer
+    from .loading import check_prompt, generate, load_model, load_tokenizer
 
+    check_prompt(prompt, max_new_tokens)
     options = settings(policy, preset, gain, min_active, min_mass)
     ace = ACE.load(plan, skip, allow_other_weights=allow_other_weights, **options)
-    loaded, tokenizer = load_model(model, device), load_tokenizer(model)
+    tokenizer, loaded = load_tokenizer(model), load_model(model, device)
     with ace(loaded):
         text = generate(loaded, tokenizer, prompt, max_new_tokens)
     report = ace.report()
@@ -204,7 +243,7 @@ def inspect(
     from .checkpoint import MoEModel
     from .plan import Plan
 
-    if Path(target).is_file():
+    if Path(target).is_file() or target.endswith(".safetensors"):
         plan = Plan.load(target)
         return print_json(show.plan_json(plan)) if as_json else show.print_plan(out, plan)
     moe = MoEModel.open(target)
@@ -221,12 +260,14 @@ def demo(
     """The embedded model: tables → plan → thresholds → perplexity at 0–60 % skipped, in about a minute on a laptop."""
     from . import demo as tour
 
+    show.check_folder(output)
     cells = tour.run(output, say=lambda line: err.print(line))
     picture = tour.draw(cells, output / "demo.png")
     if as_json:
         return print_json([vars(cell) for cell in cells])
     out.print(show.demo_table(cells))
-    out.print(
+    show.print_line(
+        out,
         f"plan and numbers in {output}/"
-        + (f", picture in {picture}" if picture else "; pip install 'ace-moe[report]' for a picture")
+        + (f", picture in {picture}" if picture else "; pip install 'ace-moe[report]' for a picture"),
     )

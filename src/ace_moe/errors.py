@@ -1,5 +1,8 @@
 """Errors of our own: each message says what is wrong and what to do about it."""
 
+import os
+from pathlib import Path
+
 
 class AceError(Exception):
     """Base of every error this package raises on purpose."""
@@ -27,3 +30,14 @@ class TextError(AceError):
 
 class IntegrationError(AceError):
     """A model cannot be attached, or skipping could not take effect."""
+
+
+def expand(path: str | Path) -> Path:
+    """`~` as the home folder. A user that does not exist stays as typed, so that "there is no file" follows."""
+    return Path(os.path.expanduser(path))
+
+
+def brief(error: BaseException) -> str:
+    """The first line of another library's error, for the middle of a sentence of ours."""
+    lines = str(error).strip().splitlines()
+    return lines[0].rstrip(".") if lines else type(error).__name__

@@ -12,42 +12,82 @@ from .checkpoint import resolve
 from .checkpoint.model import load_config
 from .checkpoint.source import locate
 from .checkpoint.structure import model_class
-from .errors import CheckpointError, TextError
-from .text import Windows, cut, read_text
+from .errors import AceError, CheckpointError, TextError, brief
+from .text import Windows, cut, encode, read_text
 
 
 def load_model(model: str | Path, device: str | None = None, dtype: str = "auto") -> PreTrainedModel:
     """The model in its own precision on one device (the GPU if there is one)."""
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    check_device(device)
     folder = resolve(model)
     config = load_config(folder)
     locate(folder)  # a missing shard is reported before gigabytes are read
     causal = type(config) in AutoModelForCausalLM._model_mapping
     cls = AutoModelForCausalLM if causal else model_class(config)
     try:
-        loaded = cls.from_pretrained(folder, dtype=dtype, use_safetensors=True)
-    except (OSError, RuntimeError, ValueError, KeyError) as error:
-        raise CheckpointError(f"{model} could not be loaded ({str(error).splitlines()[0]}).") from error
-    return loaded.to(device or ("cuda" if torch.cuda.is_available() else "cpu")).eval()
+        loaded, report = cls.from_pretrained(folder, dtype=dtype, use_safetensors=True, output_loading_info=True)
+        loaded = loaded.to(device).eval()
+    except Exception as error:  # readers, converters and quantisers of many libraries run here
+        raise CheckpointError(
+            f"{model} could not be loaded ({brief(error)}). If a file is damaged, download it again; if a library is "
+            "missing, install it; if memory ran out, choose another --device."
+        ) from error
+    missing = sorted(report["missing_keys"])
+    if missing:  # transformers would run on with random numbers there
+        raise CheckpointError(
+            f"{model} has no tensor for {missing[0]}{f' and {len(missing) - 1} more' if missing[1:] else ''}. A shard is "
+            "missing or the files are of another model; check the folder against its index, or download it again."
+        )
+    return loaded
+
+
+def check_device(device: str) -> None:
+    """A device that this machine has, found out before the long work starts."""
+    try:
+        torch.zeros(1, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise CheckpointError(
+            f"Device {device!r} cannot be used here ({brief(error)}). Choose --device cpu, or cuda where there is a GPU."
+        ) from error
 
 
 def load_tokenizer(model: str | Path) -> Any:
     try:
-        return AutoTokenizer.from_pretrained(resolve(model))
-    except (OSError, ValueError, KeyError) as error:
+        tokenizer = AutoTokenizer.from_pretrained(resolve(model))
+        if len(tokenizer) <= len(tokenizer.all_special_ids):  # some classes start empty where their files are missing
+            raise ValueError("it knows no token but special ones")
+    except AceError:
+        raise
+    except Exception as error:  # damaged files raise whatever their reader raises
         raise TextError(
-            f"{model} has no usable tokenizer ({str(error).splitlines()[0]}). Put its tokenizer files into the folder."
+            f"{model} has no usable tokenizer ({brief(error)}). Put its tokenizer files into the folder."
         ) from error
+    return tokenizer
 
 
 def load_windows(model: PreTrainedModel, tokenizer: Any, text: str | Path, window: int, tokens: int | None) -> Windows:
     """The text file as windows of this model's tokens."""
-    vocabulary = model.get_input_embeddings().num_embeddings
-    return cut(read_text(text), tokenizer, window, tokens, vocabulary, Path(text).name)
+    return cut(read_text(text), tokenizer, window, tokens, _vocabulary(model), Path(text).name)
+
+
+def _vocabulary(model: PreTrainedModel) -> int:
+    return model.get_input_embeddings().num_embeddings
+
+
+def check_prompt(prompt: str, max_new_tokens: int) -> None:
+    if not prompt:
+        raise TextError("The prompt is empty. Give the model some text to continue with --prompt.")
+    if max_new_tokens < 1:
+        raise TextError(f"There is nothing to generate: give --max-new-tokens of at least 1, not {max_new_tokens}.")
 
 
 @torch.inference_mode()
 def generate(model: PreTrainedModel, tokenizer: Any, prompt: str, max_new_tokens: int) -> str:
     """The prompt's greedy continuation."""
-    inputs = tokenizer(prompt, return_tensors="pt").to(model.device)
-    made = model.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False)
-    return tokenizer.decode(made[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    check_prompt(prompt, max_new_tokens)
+    ids = encode(tokenizer, prompt, _vocabulary(model)).to(model.device)[None]
+    if not ids.numel():
+        raise TextError(f"The tokenizer makes no token of the prompt {prompt!r}. Give the model some text to continue.")
+    made = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_new_tokens, do_sample=False)
+    return tokenizer.decode(made[0, ids.shape[1] :], skip_special_tokens=True)

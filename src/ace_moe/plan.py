@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from .errors import BudgetError, PlanError
+from .errors import BudgetError, PlanError, brief, expand
 
 SCHEMA = 1
 TENSOR = re.compile(r"layers\.(?P<key>.+)\.(?P<table>[a-z_]+)")
@@ -61,10 +61,26 @@ class Threshold:
     @classmethod
     def from_json(cls, entry: Mapping[str, Any]) -> Threshold:
         found = cls(**{**entry, "workload": Workload(**entry["workload"])})
-        numbers = (found.budget, found.threshold, found.realised)
-        if not all(isinstance(n, (int, float)) and math.isfinite(n) and n >= 0 for n in numbers):
+        for name, kind in KINDS.items():
+            _expect(getattr(found, name), kind, f"thresholds: {name}")
+        _expect(found.workload.name, str, "thresholds: workload")
+        numbers = (found.budget, found.threshold, found.realised, found.min_mass)
+        if not all(math.isfinite(n) and n >= 0 for n in numbers):
             raise ValueError(f"threshold entry with budget {found.budget!r} has a value that is not a number ≥ 0")
         return found
+
+
+NUMBER = (int, float)
+KINDS: dict[str, type | tuple[type, ...]] = {
+    **dict.fromkeys(("policy", "gain", "phase"), str),
+    **dict.fromkeys(("budget", "threshold", "realised", "min_mass"), NUMBER),
+    **{"params": dict, "min_active": int, "passes": int, "corrected": bool},
+}
+
+
+def _expect(value: object, kind: type | tuple[type, ...], name: str) -> None:
+    if not isinstance(value, kind):
+        raise ValueError(f"{name} is {value!r:.40}")
 
 
 @dataclass(frozen=True)
@@ -153,7 +169,7 @@ class Plan:
 
     def save(self, path: str | Path) -> Path:
         """Write the whole file beside the target, flush it, then move it over the target."""
-        path = Path(path).expanduser()
+        path = expand(path)
         tensors = {
             f"layers.{key}.{name}": values.detach().float().cpu().contiguous()
             for key, layer in self.tables.items()
@@ -174,8 +190,8 @@ class Plan:
                 raise
         except OSError as error:
             raise PlanError(
-                f"The plan could not be written to {path} ({error.strerror}). Nothing was changed there; choose another "
-                "place with -o, or free space and run again."
+                f"The plan could not be written to {path} ({error.strerror or brief(error)}). Nothing was changed there; "
+                "choose another place, or free space and run again."
             ) from error
         return path
 
@@ -192,15 +208,15 @@ class Plan:
     @classmethod
     def load(cls, path: str | Path) -> Plan:
         """Read and check everything; a file that is wrong in any way is refused with the reason."""
-        path = Path(path).expanduser()
+        path = expand(path)
         metadata, tensors = _read(path)
         try:
             plan = _from_parts(metadata, tensors)
         except PlanError as error:
             raise PlanError(f"{path}: {error}") from None
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
             raise PlanError(
-                f"{path}: the plan's metadata is damaged ({error}). Build it again with `ace tables`."
+                f"{path}: the plan's metadata is damaged ({brief(error)}). Build it again with `ace tables`."
             ) from error
         return plan
 
@@ -221,7 +237,8 @@ def _read(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
             return file.metadata() or {}, {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, OSError, ValueError) as error:
         raise PlanError(
-            f"{path} is not a readable safetensors file ({error}). It is truncated or no plan; build it again with `ace tables`."
+            f"{path} is not a readable safetensors file ({brief(error)}). It is truncated or no plan; build it again with "
+            "`ace tables`."
         ) from error
 
 
@@ -236,10 +253,11 @@ def _from_parts(metadata: dict[str, str], tensors: dict[str, Tensor]) -> Plan:
             f"the plan has schema {ace.get('schema')!r}, this release reads {SCHEMA}. Build it again with `ace tables`, "
             "or use the release that wrote it."
         )
+    structure = _checked(ace)
     tables = _tables(tensors)
-    _check_tables(tables, ace["fingerprint"]["structure"], ace["undefined"])
+    _check_tables(tables, structure, ace["undefined"])
     return Plan(
-        tables=tables,
+        tables={key: tables.get(key, {}) for key in structure},  # the file sorts layers as text: 10 before 2
         fingerprint=ace["fingerprint"],
         model=ace["model"],
         undefined=ace["undefined"],
@@ -248,12 +266,30 @@ def _from_parts(metadata: dict[str, str], tensors: dict[str, Tensor]) -> Plan:
     )
 
 
+def _checked(ace: Mapping[str, Any]) -> dict[str, Any]:
+    """The layers of the fingerprint, after the types of everything that is read later without a check."""
+    structure, content = ace["fingerprint"]["structure"], ace["fingerprint"]["content"]
+    if not structure:
+        raise ValueError("no layers")
+    for key, layer in structure.items():
+        _expect(layer["experts"], int, f"experts of layer {key}")
+        _expect(layer["top_k"], int, f"top_k of layer {key}")
+        if not 1 <= layer["top_k"] <= layer["experts"]:
+            raise ValueError(f"layer {key} has {layer['top_k']} slots for {layer['experts']} experts")
+    for name, value in (("model", ace["model"]), ("content", content), *ace["undefined"].items()):
+        _expect(value, str, name)
+    _expect(ace["other_weights"], list, "other_weights")
+    return structure
+
+
 def _tables(tensors: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:
     tables: dict[str, dict[str, Tensor]] = {}
     for name, values in tensors.items():
         match = TENSOR.fullmatch(name)
         if not match:
-            raise PlanError(f"tensor {name!r} is not `layers.<n>.<table>`; the file is no plan of ours.")
+            raise PlanError(
+                f"tensor {name!r} is not `layers.<n>.<table>`; the file is no plan of ours. Make one with `ace tables`."
+            )
         key = match["key"]
         canonical = str(int(key)) if key.isdigit() else key
         if match["table"] in tables.setdefault(canonical, {}):
@@ -275,7 +311,7 @@ def _check_tables(
         )
     for key, layer in tables.items():
         for name, values in layer.items():
-            _check_values(f"layers.{key}.{name}", values, int(structure[key]["experts"]))
+            _check_values(f"layers.{key}.{name}", values, structure[key]["experts"])
 
 
 def _check_values(name: str, values: Tensor, experts: int) -> None:

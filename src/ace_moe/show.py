@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
-from .errors import PlanError
+from .errors import PlanError, expand
 
 if TYPE_CHECKING:
     from .budget import Fit
@@ -21,22 +22,39 @@ if TYPE_CHECKING:
 
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
-    made = Table(title=title, title_justify="left", header_style="bold")
+    made = Table(title=escape(title), title_justify="left", header_style="bold")
     for number, column in enumerate(columns):
         made.add_column(column, justify="left" if number == 0 else "right")
     for row in rows:
-        made.add_row(*row)
+        made.add_row(*map(escape, row))
     return made
+
+
+def print_line(console: Console, line: str) -> None:
+    """As it is: names of files may hold brackets, and a command to copy is not broken into lines."""
+    console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def check_writable(path: Path) -> None:
     """Fail before the long work starts."""
-    folder = path.expanduser().resolve().parent
+    path = expand(path)
+    folder = path.resolve().parent
     if not folder.is_dir():
         raise PlanError(f"There is no folder {folder} to write {path.name} into. Create it, or choose another place.")
     if path.is_dir() or not os.access(folder, os.W_OK):
         raise PlanError(
             f"{path} cannot be written: {'it is a folder' if path.is_dir() else 'no permission'}. Choose another place."
+        )
+
+
+def check_folder(path: Path) -> None:
+    """A folder that is there, or can be made."""
+    path = expand(path)
+    existing = next((p for p in (path, *path.resolve().parents) if p.exists()), path)
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        raise PlanError(
+            f"{path} cannot be written: {f'no permission in {existing}' if existing.is_dir() else f'{existing} is a file'}. "
+            "Choose another folder with -o."
         )
 
 
@@ -87,7 +105,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
 def print_plan(console: Console, plan: Plan) -> None:
     console.print(plan_table(plan))
     for name, reason in plan.undefined.items():
-        console.print(f"no table {name}: {reason}", highlight=False)
+        print_line(console, f"no table {name}: {reason}")
     if not plan.thresholds:
         console.print("no thresholds yet: map them with `ace budget`")
         return
@@ -128,4 +146,4 @@ def print_model(console: Console, moe: MoEModel) -> None:
     columns = ["layer", "experts", "top k", "d", "m", "class", "norm", "router"]
     console.print(table(f"MoE layers of {moe.name} ({moe.architecture})", columns, rows))
     for path in moe.not_covered:
-        console.print(f"not covered: {path} (a text pass never reaches it)", highlight=False)
+        print_line(console, f"not covered: {path} (a text pass never reaches it)")

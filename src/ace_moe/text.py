@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .errors import TextError
+from .errors import TextError, brief, expand
 from .plan import Workload
 
 
@@ -28,36 +28,55 @@ class Windows:
 
 def read_text(path: str | Path) -> str:
     """A plain text file, or a JSON-lines file whose rows have a `text` field, joined by blank lines."""
-    path = Path(path).expanduser()
+    path = expand(path)
     if not path.is_file():
-        raise TextError(f"There is no text file at {path}.")
+        raise TextError(f"There is no text file at {path}. Give a .txt file, or a .jsonl file with a `text` field.")
     try:
-        text = path.read_text(encoding="utf-8")
-        text = (
-            "\n\n".join(json.loads(row)["text"] for row in text.splitlines() if row)
-            if path.suffix == ".jsonl"
-            else text
-        )
+        text = path.read_text(encoding="utf-8-sig")
+        if path.suffix == ".jsonl":  # not splitlines(): a JSON string may hold other line ends, such as U+2028
+            text = "\n\n".join(json.loads(row)["text"] for row in text.split("\n") if row.strip())
     except UnicodeDecodeError as error:
         raise TextError(f"{path} is not UTF-8 text ({error.reason}). Give a .txt or .jsonl file.") from error
-    except (ValueError, KeyError, TypeError) as error:
-        raise TextError(f"{path}: each line must be a JSON object with a `text` field ({error!r}).") from error
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise TextError(
+            f"{path}: each line must be a JSON object with a `text` field ({type(error).__name__}: {brief(error)}). "
+            "Mend the file, or give plain text as .txt."
+        ) from error
     if not text.strip():
         raise TextError(f"{path} is empty. Give a text of the kind the model will serve.")
     return text
 
 
-def cut(text: str, tokenizer: Any, window: int, tokens: int | None, vocabulary: int, name: str) -> Windows:
-    """Whole windows of `window` tokens from the start of the text, at most `tokens` tokens in all."""
-    # about four characters make a token; eight leave room, and a gigabyte of text is not tokenised for 64k tokens
-    used = text if tokens is None else text[: 16 * tokens]
-    ids = torch.tensor(tokenizer(used, verbose=False)["input_ids"], dtype=torch.long)
-    if tokens is not None:
-        ids = ids[:tokens]
+def check_sizes(window: int, tokens: int | None = None, batch: int = 1) -> None:
+    """Sizes a pass can have; a window predicts every token but its first, so one token is none."""
+    if window < 2 or batch < 1 or (tokens is not None and tokens < window):
+        raise TextError(
+            f"A pass needs windows of at least 2 tokens, at least one window in `tokens` and one at a time; not window "
+            f"{window}, tokens {tokens}, batch {batch}. Change --window, --tokens or --batch."
+        )
+
+
+def encode(tokenizer: Any, text: str, vocabulary: int) -> Tensor:
+    """The text's tokens [L], if they are the model's."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise TextError(f"The text has characters that are no Unicode text ({error.reason}). Remove them.") from error
+    ids = torch.tensor(tokenizer(text, verbose=False)["input_ids"], dtype=torch.long)
     if len(ids) and int(ids.max()) >= vocabulary:
         raise TextError(
-            f"The tokenizer gives token {int(ids.max())}, the model knows {vocabulary}: it is the tokenizer of another model."
+            f"The tokenizer gives token {int(ids.max())}, the model knows {vocabulary}: it is the tokenizer of another "
+            "model. Put the model's own tokenizer files into its folder."
         )
+    return ids
+
+
+def cut(text: str, tokenizer: Any, window: int, tokens: int | None, vocabulary: int, name: str) -> Windows:
+    """Whole windows of `window` tokens from the start of the text, at most `tokens` tokens in all."""
+    check_sizes(window, tokens)
+    # about four characters make a token; eight leave room, and a gigabyte of text is not tokenised for 64k tokens
+    used = text if tokens is None else text[: 16 * tokens]
+    ids = encode(tokenizer, used, vocabulary)[:tokens]
     count = len(ids) // window
     if count == 0:
         raise TextError(

@@ -12,7 +12,7 @@ from huggingface_hub import snapshot_download
 from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
-from ..errors import CheckpointError
+from ..errors import AceError, CheckpointError, brief, expand
 from .layers import assemble
 from .records import MoELayer, Site
 from .source import CheckpointSource, ModelSource
@@ -23,7 +23,7 @@ WANTED_FILES = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]
 
 def resolve(model: str | Path) -> Path:
     """A folder stays itself; anything else is a hub repository, downloaded without code and without pickles."""
-    path = Path(model).expanduser()
+    path = expand(model)
     if path.is_dir():
         return path
     if path.exists() or str(model).count("/") != 1 or str(model).startswith((".", "/", "~")):
@@ -40,10 +40,22 @@ def resolve(model: str | Path) -> Path:
 def load_config(folder: Path) -> PretrainedConfig:
     try:
         return AutoConfig.from_pretrained(folder)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # a damaged configuration raises whatever its class raises
         raise CheckpointError(
-            f"{folder} has no usable config.json ({str(error).splitlines()[0]}). The folder must be a transformers "
+            f"{folder} has no usable config.json ({brief(error)}). The folder must be a transformers "
             "checkpoint of an architecture this release knows; code from the checkpoint is not run."
+        ) from error
+
+
+def _twin(folder: Path, config: PretrainedConfig) -> PreTrainedModel:
+    try:
+        return hollow_twin(config)
+    except AceError:
+        raise
+    except Exception as error:  # any modelling code may run here
+        raise CheckpointError(
+            f"{folder}/config.json describes a model that cannot be built ({type(error).__name__}: {brief(error)}). "
+            "It was edited or is damaged; download it again."
         ) from error
 
 
@@ -60,7 +72,7 @@ class MoEModel:
         folder = resolve(model)
         config = load_config(folder)
         _refuse_quantised(folder, config)
-        twin = hollow_twin(config)
+        twin = _twin(folder, config)
         return cls(folder.resolve().name, twin, CheckpointSource(folder, twin))
 
     @classmethod

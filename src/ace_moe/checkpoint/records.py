@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-CHUNK_BYTES = 128 << 20  # fp32 working set of one chunk of experts; bounds memory for any model
+CHUNK_BYTES = 96 << 20  # fp32 working set of one chunk of experts; bounds memory for any model
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class MoELayer:
     def chunks(self) -> Iterator[slice]:
         """Slices of experts whose fp32 copies fit the working set."""
         per_expert = 4 * (self.w_in[0].numel() + self.w_out[0].numel())
-        step = max(1, CHUNK_BYTES // per_expert)
+        step = 1 << (max(1, CHUNK_BYTES // per_expert).bit_length() - 1)  # a power of two shares out evenly over cores
         for start in range(0, self.num_experts, step):
             yield slice(start, min(start + step, self.num_experts))
 

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, brief
 
 Recipe = list[tuple[str, str | None]]  # (key on disk, converter pattern or None) that make one parameter
 
@@ -30,6 +30,7 @@ class CheckpointSource:
     def __init__(self, folder: Path, twin: PreTrainedModel):
         self.folder, self.twin = folder, twin
         self.files = locate(folder)
+        self.shapes = {name: tensor.shape for name, tensor in twin.state_dict().items()}
         mapping = get_model_conversion_mapping(twin)
         self.converters = {p: c for c in mapping if isinstance(c, WeightConverter) for p in c.source_patterns}
         self.recipes = self._match([m for m in mapping if isinstance(m, WeightRenaming)])
@@ -56,12 +57,25 @@ class CheckpointSource:
                 path = self.files[key]
                 if path not in handles:
                     handles[path] = files.enter_context(open_shard(path))
-                return handles[path].get_tensor(key)
+                try:
+                    return handles[path].get_tensor(key)
+                except SafetensorError as error:  # the index promised it
+                    raise _unreadable(path, error) from error
 
             for name in names:
                 if name not in out:
                     out |= self._build(name, get)
+                self._check_shape(name, out[name])
         return out
+
+    def _check_shape(self, name: str, found: Tensor) -> None:
+        """One expert that is missing on disk shows here: the merge is one short."""
+        wanted = self.shapes[name]
+        if found.shape != wanted:
+            raise CheckpointError(
+                f"{self.folder}: {name} has shape {list(found.shape)} in the files, {list(wanted)} by config.json. Tensors "
+                "are missing or the configuration is of another model; download the folder again."
+            )
 
     def _build(self, name: str, get: Callable[[str], Tensor]) -> dict[str, Tensor]:
         recipe = self.recipes.get(name) or self._sibling(name)
@@ -119,10 +133,12 @@ def locate(folder: Path) -> dict[str, Path]:
 
 def _from_index(folder: Path, index: Path) -> dict[str, Path]:
     try:
-        entries: dict[str, str] = json.loads(index.read_text())["weight_map"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{index} is not a safetensors index ({error}); download it again.") from error
-    missing = sorted({file for file in entries.values() if not (folder / file).is_file()})
+        entries: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        missing = sorted({file for file in entries.values() if not (folder / file).is_file()})
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(
+            f"{index} is not a safetensors index ({type(error).__name__}: {brief(error)}). It is damaged; download it again."
+        ) from error
     if missing:
         raise CheckpointError(
             f"{folder} misses {len(missing)} of {len(set(entries.values()))} shards: {', '.join(missing[:3])}"
@@ -140,6 +156,8 @@ def open_shard(path: Path) -> safe_open:
     try:
         return safe_open(path, "pt")
     except (SafetensorError, OSError) as error:
-        raise CheckpointError(
-            f"{path} cannot be read ({error}). It is truncated or damaged; download it again."
-        ) from error
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: Path, error: Exception) -> CheckpointError:
+    return CheckpointError(f"{path} cannot be read ({brief(error)}). It is truncated or damaged; download it again.")

@@ -17,10 +17,13 @@ TABLES: dict[str, Callable[[MoELayer], Tensor]] = {"gsp": gsp.raw, "rcr": rcr.ra
 def table(name: str, layer: MoELayer) -> Tensor:
     """The named table of one layer: [E], float32, mean 1."""
     values = TABLES[name](layer).float()
-    values = values / (values.mean() + EPSILON)
-    if not values.isfinite().all():
-        raise CheckpointError(f"Layer {layer.key}: table {name} is not finite. The layer's weights are damaged.")
-    return values.cpu()
+    if not values.isfinite().all():  # NaN and infinite weights end up here: every weight enters its expert's number
+        expert = int((~values.isfinite()).nonzero()[0])
+        raise CheckpointError(
+            f"Layer {layer.key}: {layer.path} has NaN, infinite or overflowing weights (expert {expert}, table {name}). "
+            "The checkpoint is damaged or was saved after a diverged training step; download it again."
+        )
+    return (values / (values.mean() + EPSILON)).cpu()
 
 
 def tables(layer: MoELayer) -> tuple[dict[str, Tensor], dict[str, str]]:

@@ -9,6 +9,8 @@ the first factor is ‖Γ W_a‖².
 
 from __future__ import annotations
 
+from itertools import combinations_with_replacement
+
 import torch
 from torch import Tensor
 
@@ -51,20 +53,19 @@ def _chunk(p: Projections, scale: Tensor) -> Tensor:
 
 def _paths(gate: Tensor, up: Tensor, down: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     """Raw GSP [C], and whether the working precision suffices [C]."""
-    gram_out = torch.bmm(down.mT, down)
-    gram_gate = _gram(gate * scale)
-    gram_up = gram_gate if up is gate else _gram(up * scale)
-    norm_gate, norm_up, norm_out = (_trace(g) for g in (gram_gate, gram_up, gram_out))
-    via_gate, via_up = ((g * gram_out).sum((1, 2)) for g in (gram_gate, gram_up))
-    floor = NEARLY_ORTHOGONAL * norm_out / down.shape[-1]
-    trusted = (via_gate >= floor * norm_gate) & (via_up >= floor * norm_up)
-    squares = (norm_up * via_up.clamp(min=0)).sqrt() * (norm_gate * via_gate.clamp(min=0)).sqrt()
-    return squares.sqrt(), trusted
+    m = up.shape[1]
+    rows = [_blocks(w) for w in (gate * scale, up * scale, down.mT)]
+    traces, paths = up.new_zeros(3, len(up)), up.new_zeros(2, len(up))
+    for i, j in combinations_with_replacement(range(len(rows[0])), 2):
+        grams = [torch.bmm(blocks[i], blocks[j].mT) for blocks in rows]
+        if i == j:
+            traces += torch.stack([g.diagonal(dim1=1, dim2=2).sum(1) for g in grams])
+        weight = 1 if i == j else 2  # a Gram matrix is symmetric: its lower blocks need not be computed
+        paths += weight * torch.stack([torch.linalg.vecdot(g.flatten(1), grams[2].flatten(1)) for g in grams[:2]])
+    trusted = (paths >= NEARLY_ORTHOGONAL / m * traces[2] * traces[:2]).all(0)
+    return (traces[:2] * paths.clamp(min=0)).sqrt().prod(0).sqrt(), trusted
 
 
-def _gram(w: Tensor) -> Tensor:
-    return torch.bmm(w, w.mT)
-
-
-def _trace(gram: Tensor) -> Tensor:
-    return gram.diagonal(dim1=1, dim2=2).sum(1)
+def _blocks(w: Tensor) -> tuple[Tensor, ...]:
+    """Rows [C, m, d] in blocks of about 256: small enough to save, large enough to multiply at full speed."""
+    return w.split(max(256, -(-w.shape[1] // 4)), dim=1)

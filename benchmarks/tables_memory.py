@@ -1,0 +1,99 @@
+"""Peak memory and time of `ace tables` on synthetic checkpoints with Qwen3-30B-A3B layers (128 experts, 2048×768, bf16).
+
+    python benchmarks/tables_memory.py [--layers 2 8] [--out benchmarks/results/tables_memory.json]
+
+Each size runs in a process of its own, so that its peak is its own. The three Gram products alone, in plain torch on
+the same machine, are timed in this process right after.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from transformers import Qwen3MoeConfig
+
+EXPERTS, HIDDEN, MIDDLE = 128, 2048, 768
+CHILD = """
+import json, resource, sys, time
+from ace_moe import build_plan
+start = time.perf_counter(); marks = []
+plan = build_plan(sys.argv[1], tick=lambda: marks.append(time.perf_counter()))
+plan.save(sys.argv[2])
+print(json.dumps({"peak_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6,
+                  "seconds": time.perf_counter() - start,
+                  "seconds_per_layer": (marks[-1] - marks[0]) / (len(marks) - 1), "layers": len(marks)}))
+"""
+
+
+def write_checkpoint(folder: Path, layers: int) -> None:
+    """Per-expert tensors, one shard per layer, as published checkpoints have them."""
+    config = Qwen3MoeConfig(
+        hidden_size=HIDDEN, moe_intermediate_size=MIDDLE, num_hidden_layers=layers, num_experts=EXPERTS,
+        num_experts_per_tok=8, num_attention_heads=32, num_key_value_heads=4, head_dim=128, norm_topk_prob=True,
+        vocab_size=1024, architectures=["Qwen3MoeForCausalLM"],
+    )  # fmt: skip
+    config.save_pretrained(folder)
+    index = {}
+    for layer in range(layers):
+        torch.manual_seed(layer)
+        tensors, prefix = {}, f"model.layers.{layer}"
+        for expert in range(EXPERTS):
+            for name, shape in (("gate", (MIDDLE, HIDDEN)), ("up", (MIDDLE, HIDDEN)), ("down", (HIDDEN, MIDDLE))):
+                weight = torch.empty(shape, dtype=torch.bfloat16).normal_(0, 0.02)
+                tensors[f"{prefix}.mlp.experts.{expert}.{name}_proj.weight"] = weight
+        tensors[f"{prefix}.mlp.gate.weight"] = torch.empty(EXPERTS, HIDDEN, dtype=torch.bfloat16).normal_(0, 0.02)
+        tensors[f"{prefix}.post_attention_layernorm.weight"] = torch.ones(HIDDEN, dtype=torch.bfloat16)
+        shard = f"model-{layer + 1:05d}-of-{layers:05d}.safetensors"
+        save_file(tensors, folder / shard)
+        index |= dict.fromkeys(tensors, shard)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+
+
+def measure(layers: int) -> dict[str, float]:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write_checkpoint(folder, layers)
+        arguments = [sys.executable, "-c", CHILD, str(folder), str(folder / "plan.safetensors")]
+        return json.loads(subprocess.run(arguments, check=True, capture_output=True, text=True).stdout)
+
+
+def gram_products() -> float:
+    """Seconds for one layer's 3 × 128 Gram products in fp32, nothing else."""
+    wide, tall = torch.randn(MIDDLE, HIDDEN), torch.randn(HIDDEN, MIDDLE)
+    start = time.perf_counter()
+    for _ in range(EXPERTS):
+        wide @ wide.T, wide @ wide.T, tall.T @ tall  # noqa: B018
+    return time.perf_counter() - start
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--layers", type=int, nargs=2, default=[2, 8])
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    few, many = (measure(n) for n in options.layers)
+    gram = min(gram_products() for _ in range(3))
+    cpu = next((line for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line), "")
+    result = {
+        "command": "python benchmarks/tables_memory.py " + " ".join(map(str, options.layers)),
+        "machine": f"{torch.get_num_threads()} threads, {re.sub('.*: ', '', cpu)}, torch {torch.__version__}",
+        "few": few, "many": many, "gram_seconds_per_layer": gram,
+        "peak_ratio": many["peak_gb"] / few["peak_gb"], "time_ratio": many["seconds_per_layer"] / gram,
+    }  # fmt: skip
+    text = json.dumps(result, indent=1)
+    print(text)
+    if options.out:
+        options.out.write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main()
