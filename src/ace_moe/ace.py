@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,16 @@ from .skipper import DECODE, PREFILL, Skipper, Step
 
 PHASES: dict[Phase, tuple[int, ...]] = {"both": (PREFILL, DECODE), "prefill": (PREFILL,), "decode": (DECODE,)}
 Skip = float | Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Pending:
+    """A budget that still waits for a model to be mapped on."""
+
+    skip: Skip
+    model: str | Path
+    text: str | Path
+    tokens: int
 
 
 class ACE:
@@ -43,6 +53,7 @@ class ACE:
         self.policy = _policy(policy, preset, settings)
         _check_tables(plan, self.policy)
         self._attachment: Attachment | None = None
+        self._pending: Pending | None = None
         self._skippers: list[Skipper] = []
         self._thresholds = self._look_up(skip)
 
@@ -50,6 +61,17 @@ class ACE:
     def load(cls, path: str | Path, skip: Skip = 0.0, **options: Any) -> ACE:
         """A plan file, checked. Options are those of the constructor."""
         return cls(Plan.load(path), skip, **options)
+
+    @classmethod
+    def from_pretrained(
+        cls, model: str | Path, skip: Skip = 0.0, *, text: str | Path | None = None, tokens: int = 65536, **options: Any
+    ) -> ACE:
+        """Tables from the checkpoint at once; with `text`, the budget's threshold from a pass when a model is attached."""
+        from .offline import build_plan
+
+        ace = cls(build_plan(model), 0.0 if text else skip, **options)
+        ace._pending = Pending(skip, model, text, tokens) if text else None
+        return ace
 
     @property
     def top_k(self) -> int:
@@ -100,10 +122,30 @@ class ACE:
         self.plan = self.plan.check_model(moe.fingerprint(), self.allow_other_weights)
         step = Step()
         by_path = {s.path: Skipper(s.key, self.policy, self.plan.tables.get(s.key, {}), step) for s in moe.sites}
-        self._attachment = Attachment(model, by_path, step)
+        self._attachment = Attachment(model, by_path, step, {s.path: s.router_path for s in moe.sites})
         self._skippers = list(by_path.values())
         self.set_threshold(self._thresholds)
+        if self._pending is not None:
+            self._map(model, self._pending)
         return self
+
+    def _map(self, model: PreTrainedModel, pending: Pending) -> None:
+        """The threshold that `from_pretrained` was asked for; on an error the model is detached again."""
+        from .loading import load_tokenizer, load_windows
+        from .offline import Passes, fit_budgets, thresholds
+
+        budgets = set(pending.skip.values()) if isinstance(pending.skip, Mapping) else {pending.skip}
+        wanted = [check_budget(b, self.top_k, self.policy.min_active) for b in budgets]
+        try:
+            windows = load_windows(model, load_tokenizer(pending.model), pending.text, 1024, pending.tokens)
+            fits = fit_budgets(Passes(self, model, windows), [b for b in wanted if b > 0])
+            self.plan = self.plan.with_thresholds(thresholds(fits, self.policy, windows))
+            self.set_skip(pending.skip)
+        except BaseException:
+            self.detach()
+            raise
+        self._pending = None
+        self.reset()
 
     def detach(self) -> None:
         """The model is as it was; the counters stay readable."""

@@ -12,7 +12,7 @@ from .checkpoint import resolve
 from .checkpoint.model import load_config
 from .checkpoint.source import locate
 from .checkpoint.structure import model_class
-from .errors import AceError, CheckpointError, TextError, brief
+from .errors import CheckpointError, TextError, brief
 from .text import Windows, cut, encode, read_text
 
 
@@ -45,7 +45,7 @@ def load_model(model: str | Path, device: str | None = None, dtype: str = "auto"
 def check_device(device: str) -> None:
     """A device that this machine has, found out before the long work starts."""
     try:
-        torch.zeros(1, device=device)
+        torch.zeros(1, device=device).item()
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise CheckpointError(
             f"Device {device!r} cannot be used here ({brief(error)}). Choose --device cpu, or cuda where there is a GPU."
@@ -53,12 +53,11 @@ def check_device(device: str) -> None:
 
 
 def load_tokenizer(model: str | Path) -> Any:
+    folder = resolve(model)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(resolve(model))
+        tokenizer = AutoTokenizer.from_pretrained(folder)
         if len(tokenizer) <= len(tokenizer.all_special_ids):  # some classes start empty where their files are missing
             raise ValueError("it knows no token but special ones")
-    except AceError:
-        raise
     except Exception as error:  # damaged files raise whatever their reader raises
         raise TextError(
             f"{model} has no usable tokenizer ({brief(error)}). Put its tokenizer files into the folder."

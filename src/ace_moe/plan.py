@@ -7,7 +7,6 @@ target and moved over it in one step, so a half-written plan never replaces a go
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 import tempfile
@@ -64,12 +63,13 @@ class Threshold:
         for name, kind in KINDS.items():
             _expect(getattr(found, name), kind, f"thresholds: {name}")
         _expect(found.workload.name, str, "thresholds: workload")
-        numbers = (found.budget, found.threshold, found.realised, found.min_mass)
-        if not all(math.isfinite(n) and n >= 0 for n in numbers):
-            raise ValueError(f"threshold entry with budget {found.budget!r} has a value that is not a number ≥ 0")
+        shares = (found.budget, found.realised, found.min_mass)
+        if not 0 <= found.threshold <= MOST_TAU or not all(0 <= n <= 1 for n in shares):  # NaN fails either
+            raise ValueError(f"threshold entry with budget {found.budget!r} has a value out of range")
         return found
 
 
+MOST_TAU = 2  # contributions end at 1, τ a little above
 NUMBER = (int, float)
 KINDS: dict[str, type | tuple[type, ...]] = {
     **dict.fromkeys(("policy", "gain", "phase"), str),
@@ -230,7 +230,7 @@ def _brief(settings: Mapping[str, Any]) -> str:
 
 
 def _read(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
-    if not path.is_file():
+    if not os.path.isfile(path):
         raise PlanError(f"There is no plan at {path}. Make one with `ace tables MODEL -o {path.name}`.")
     try:
         with safe_open(path, "pt") as file:
@@ -293,7 +293,9 @@ def _tables(tensors: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:
         key = match["key"]
         canonical = str(int(key)) if key.isdigit() else key
         if match["table"] in tables.setdefault(canonical, {}):
-            raise PlanError(f"layer {canonical} has two tables {match['table']}; the file was edited. Build it again.")
+            raise PlanError(
+                f"layer {canonical} has two tables {match['table']}; the file was edited. Build it again with `ace tables`."
+            )
         tables[canonical][match["table"]] = values
     return tables
 
@@ -307,7 +309,7 @@ def _check_tables(
     if missing or foreign:
         raise PlanError(
             f"tables and layer list disagree (missing: {', '.join(missing[:5]) or 'none'}; foreign: "
-            f"{', '.join(foreign[:5]) or 'none'}). The file was edited or cut; build it again."
+            f"{', '.join(foreign[:5]) or 'none'}). The file was edited or cut; build it again with `ace tables`."
         )
     for key, layer in tables.items():
         for name, values in layer.items():
@@ -317,7 +319,8 @@ def _check_tables(
 def _check_values(name: str, values: Tensor, experts: int) -> None:
     if values.dtype != torch.float32 or values.shape != (experts,):
         raise PlanError(
-            f"{name} is {str(values.dtype).removeprefix('torch.')} {list(values.shape)}, not float32 [{experts}]. Build it again."
+            f"{name} is {str(values.dtype).removeprefix('torch.')} {list(values.shape)}, not float32 [{experts}]. Build it "
+            "again with `ace tables`."
         )
     if not values.isfinite().all() or (values < 0).any():
         raise PlanError(f"{name} has NaN, infinite or negative values. Build it again with `ace tables`.")

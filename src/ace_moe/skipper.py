@@ -40,17 +40,18 @@ class Skipper(nn.Module):
         super().__init__()
         self.key, self.policy, self.step = key, policy, step
         self.observer: Histogram | None = None
+        self.logits: Tensor | None = None  # the router's, set by a hook where the policy needs them
         self.register_buffer("threshold", torch.zeros(2), persistent=False)
         self.register_buffer("counts", torch.zeros(2, 2, dtype=torch.int64), persistent=False)
         self.table_names = policy.needs
         for name in policy.needs:
             self.register_buffer(f"table_{name}", tables[name].float().clone(), persistent=False)
 
-    def forward(self, ids: Tensor, gates: Tensor, sentinel: int) -> tuple[Tensor, Tensor]:
-        """ids, gates [T, k] of the router → the same for the dispatch, `sentinel` in place of skipped experts."""
+    def forward(self, hidden: Tensor, ids: Tensor, gates: Tensor, sentinel: int) -> tuple[Tensor, Tensor]:
+        """hidden [T, d], ids, gates [T, k] → ids, gates for the dispatch, `sentinel` in place of skipped experts."""
         phase, token_mask = self.step.phase, self.step.token_mask(ids.shape[0])
         tables = {name: getattr(self, f"table_{name}") for name in self.table_names}
-        routing = Routing(ids, gates, tables, self.threshold[phase], token_mask=token_mask)
+        routing = Routing(ids, gates, tables, self.threshold[phase], self.logits, hidden, token_mask)
         decision = self._decide(routing)
         self.count(decision.keep, phase, token_mask)
         return torch.where(decision.keep, decision.ids, sentinel), decision.gates

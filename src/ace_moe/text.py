@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,13 +24,14 @@ class Windows:
     workload: Workload
 
     def batches(self, size: int) -> list[Tensor]:
+        check_sizes(self.ids.shape[1], batch=size)
         return list(self.ids.split(size))
 
 
 def read_text(path: str | Path) -> str:
     """A plain text file, or a JSON-lines file whose rows have a `text` field, joined by blank lines."""
     path = expand(path)
-    if not path.is_file():
+    if not os.path.isfile(path):
         raise TextError(f"There is no text file at {path}. Give a .txt file, or a .jsonl file with a `text` field.")
     try:
         text = path.read_text(encoding="utf-8-sig")

@@ -55,7 +55,13 @@ def test_gemma4_wrapper_on_disk_is_as_in_memory(tmp_path):
     from transformers import Gemma4Config, Gemma4ForConditionalGeneration
 
     text = zoo.build("gemma4").config
-    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 16}
+    vision = {
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "head_dim": 16,
+    }
     config = Gemma4Config(text_config=text.to_dict(), vision_config=vision, audio_config=None)
     model = Gemma4ForConditionalGeneration(config).eval()
     model.save_pretrained(tmp_path)

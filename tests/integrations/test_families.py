@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+import transformers
+from packaging import version
 from transformers.integrations import moe
 
 import zoo
@@ -84,14 +86,17 @@ def test_skipping_matches_dense_arithmetic(name):
         ace.set_threshold(middle(plan))
         skipped = zoo.run(model)
         for skipper in ace.skippers:  # same rule, but skipped slots stay routed with gate 0
-            skipper.forward = lambda ids, gates, sentinel, s=skipper: (ids, type(s).forward(s, ids, gates, sentinel)[1])
+            skipper.forward = lambda x, ids, gates, sentinel, s=skipper: (
+                ids,
+                type(s).forward(s, x, ids, gates, sentinel)[1],
+            )
         dense = zoo.run(model)
     torch.testing.assert_close(skipped, dense, atol=2e-5, rtol=2e-5)
 
 
 @pytest.mark.parametrize("name", [f.name for f in zoo.UNREGISTERED])
 def test_families_outside_the_registry_are_refused_or_covered(name):
-    """Step-3.7 is called like the others and leaves sentinels out, so a pre-hook covers it; the rest say why not."""
+    """Step-3.7 is called like the others and, from 5.18 on, leaves sentinels out: a pre-hook covers it. The rest say why not."""
     if not zoo.has(name):
         pytest.skip("not in this release")
     model = zoo.build(name)
@@ -103,7 +108,7 @@ def test_families_outside_the_registry_are_refused_or_covered(name):
     step = Step()
     paths = [p for p, m in model.named_modules() if type(m).__name__.endswith("Experts") and hasattr(m, "num_experts")]
     skippers = {p: Skipper(str(i), make("share"), {}, step) for i, p in enumerate(paths)}
-    if name != "step3p7":
+    if name != "step3p7" or version.parse(transformers.__version__) < version.parse("5.18"):
         if paths:
             with pytest.raises((IntegrationError, AceError)):
                 integration.Attachment(model, skippers, step)

@@ -188,3 +188,15 @@ def test_budget_of_prefill_and_decode_may_differ(demo_model, plan, demo_windows)
     assert ace._thresholds.tolist() == pytest.approx([fits[1].threshold, fits[0].threshold])
     ace.set_skip({"decode": 0.5})
     assert ace._thresholds.tolist() == pytest.approx([0.0, fits[1].threshold])
+
+
+def test_from_pretrained_maps_when_a_model_comes(demo_model, demo_folder):
+    from ace_moe.demo import TEXT
+
+    ace = ACE.from_pretrained(demo_folder, skip={"prefill": 0.5, "decode": 0.0}, text=TEXT, tokens=1024)
+    with ace(demo_model):
+        assert ace.realised == 0, "the mapping passes are not counted"
+        demo_model.generate(zoo.inputs(tokens=40)["input_ids"], max_new_tokens=3, do_sample=False)
+    assert ace.report()["prefill"]["realised"] == pytest.approx(0.5, abs=0.15)
+    assert ace.report()["decode"]["realised"] == 0
+    assert [t.budget for t in ace.plan.thresholds] == [0.5]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,9 +25,9 @@ WANTED_FILES = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]
 def resolve(model: str | Path) -> Path:
     """A folder stays itself; anything else is a hub repository, downloaded without code and without pickles."""
     path = expand(model)
-    if path.is_dir():
+    if os.path.isdir(path):  # unlike Path's, these take a name the file system refuses for one that is not there
         return path
-    if path.exists() or str(model).count("/") != 1 or str(model).startswith((".", "/", "~")):
+    if os.path.exists(path) or str(model).count("/") != 1 or str(model).startswith((".", "/", "~")):
         raise CheckpointError(f"{model} is not a checkpoint folder. Give a folder with config.json, or owner/name.")
     try:
         return Path(snapshot_download(str(model), allow_patterns=WANTED_FILES))
@@ -92,6 +93,9 @@ class MoEModel:
     def layer(self, site: Site) -> MoELayer:
         names = site.parameter_names()
         read = self.source.read(names)
+        for name, short in names.items():
+            if not short.startswith("experts."):  # the tables notice bad experts; a bad norm would look like no norm
+                _check_finite(site, name, read[name])
         return assemble(site, {short: read[name] for name, short in names.items()})
 
     def structure(self) -> dict[str, Any]:
@@ -114,6 +118,14 @@ class MoEModel:
 
 def _bytes(tensor: Tensor) -> bytes:
     return tensor.detach().to("cpu", torch.bfloat16).contiguous().view(torch.uint8).numpy().tobytes()
+
+
+def _check_finite(site: Site, name: str, tensor: Tensor) -> None:
+    if not tensor.float().isfinite().all():
+        raise CheckpointError(
+            f"Layer {site.key}: {name} has NaN or infinite values. The checkpoint is damaged or was saved after a diverged "
+            "training step; download it again."
+        )
 
 
 def describe(site: Site) -> dict[str, Any]:

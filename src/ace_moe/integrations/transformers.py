@@ -35,7 +35,7 @@ def _implementation(stock: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         skipper = getattr(self, CHILD, None)
         if skipper is not None:
-            top_k_index, top_k_weights = skipper(top_k_index, top_k_weights, self.num_experts)
+            top_k_index, top_k_weights = skipper(hidden_states, top_k_index, top_k_weights, self.num_experts)
         return stock(self, hidden_states, top_k_index, top_k_weights)
 
     return forward
@@ -48,9 +48,15 @@ FP8ExpertsInterface.register(IMPLEMENTATION, _implementation(fp8_grouped_mm_expe
 class Attachment:
     """Skippers on the experts of one model, and the way back."""
 
-    def __init__(self, model: PreTrainedModel, skippers: dict[str, Skipper], step: Step):
-        """`skippers` by module path. On any error the model is left as it was."""
-        self.model, self.skippers, self.step = model, skippers, step
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        skippers: dict[str, Skipper],
+        step: Step,
+        routers: dict[str, str | None] | None = None,
+    ):
+        """`skippers` and their `routers` by the path of the experts module. On any error the model is left as it was."""
+        self.model, self.skippers, self.step, self.routers = model, skippers, step, routers or {}
         self._undo: list[Callable[[], object]] = []
         try:
             self._install()
@@ -68,6 +74,8 @@ class Attachment:
             registered.append(is_registered(module))
             if not registered[-1]:
                 self._hook_unregistered(path, module, skipper)
+            if skipper.policy.needs_logits:
+                self._hook_router(path, skipper)
         if any(registered):
             self._switch_implementation()
         handle = self.model.register_forward_pre_hook(self._begin, with_kwargs=True, prepend=True)
@@ -113,9 +121,22 @@ class Attachment:
             )
 
         def hook(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-            return (args[0], *skipper(args[1], args[2], module.num_experts), *args[3:])
+            return (args[0], *skipper(*args[:3], module.num_experts), *args[3:])
 
         self._undo.append(module.register_forward_pre_hook(hook).remove)
+
+    def _hook_router(self, path: str, skipper: Skipper) -> None:
+        router = self.routers.get(path)
+        if router is None:
+            raise IntegrationError(
+                f"Policy {skipper.policy.name!r} needs router logits, and {path} has no router module."
+            )
+
+        def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            logits = output[0] if isinstance(output, tuple) else output
+            skipper.logits = logits.reshape(-1, logits.shape[-1])
+
+        self._undo.append(self.model.get_submodule(router).register_forward_hook(hook).remove)
 
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Before a pass: its phase (prefill = more than one token a row) and its padding mask."""

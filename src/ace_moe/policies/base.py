@@ -41,7 +41,8 @@ class Policy(ABC):
     """A method that decides slots. Safeguards and gain are common to all; other fields are its own parameters."""
 
     name: ClassVar[str]
-    needs: ClassVar[tuple[str, ...]] = ()
+    needs: ClassVar[tuple[str, ...]] = ()  # tables
+    needs_logits: ClassVar[bool] = False  # what the router module returns first, [T, E]
 
     gain: Gain = "power"
     min_active: int = 1

@@ -1,0 +1,288 @@
+"""The command as a user meets it: the four steps on the embedded model, help, streams, exit codes."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import pytest
+import typer.main
+
+from ace_moe import cli
+from ace_moe.demo import MODEL, TEXT
+from ace_moe.errors import BudgetError
+from ace_moe.plan import Plan
+
+ACE = Path(sys.executable).with_name("ace")
+COMMANDS = typer.main.get_command(cli.app).commands  # type: ignore[attr-defined]
+PASS = ("--tokens", 1024, "--window", 256)  # a text pass of a fraction of a second
+
+
+class Ran(NamedTuple):
+    """What a command left behind."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> Any:
+        assert self.code == 0, self.err
+        return json.loads(self.out)
+
+
+def run_ace(*arguments: object) -> Ran:
+    """`ace …` in this process, through the entry point the script calls."""
+    out, err = io.StringIO(), io.StringIO()
+    with (
+        patch.object(sys, "argv", ["ace", *map(str, arguments)]),
+        redirect_stdout(out),
+        redirect_stderr(err),
+        pytest.raises(SystemExit) as stop,
+    ):
+        cli.main()
+    return Ran(int(stop.value.code or 0), out.getvalue(), err.getvalue())
+
+
+def start_ace(*arguments: object, **options: Any) -> Ran:
+    """`ace …` as a process of its own, the installed script."""
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", **options.pop("env", {})}
+    done = subprocess.run([ACE, *map(str, arguments)], capture_output=True, text=True, env=environment, **options)
+    return Ran(done.returncode, done.stdout, done.stderr)
+
+
+@pytest.fixture(scope="module")
+def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`ace tables`, then `ace budget` for 30 % and 50 %. Tests that write take a copy."""
+    path = tmp_path_factory.mktemp("plan") / "plan.safetensors"
+    assert run_ace("tables", MODEL, "-o", path).code == 0
+    assert run_ace("budget", MODEL, "-p", path, "--text", TEXT, *PASS, "--budgets", "0.3,0.5").code == 0
+    return path
+
+
+@pytest.fixture
+def own_plan(plan: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copy(plan, tmp_path))
+
+
+def prompt(words: int = 120) -> str:
+    return " ".join(TEXT.read_text(encoding="utf-8").split()[:words])
+
+
+# ---- the four steps ---------------------------------------------------------------------------------------------
+
+
+def test_tables_json(tmp_path: Path) -> None:
+    """The numbers a script needs, and a plan that loads and has no thresholds yet."""
+    path = tmp_path / "plan.safetensors"
+    made = run_ace("tables", MODEL, "-o", path, "--json").json
+    assert made["plan"] == str(path)
+    assert made["layers"] == 6
+    assert made["undefined"] == {}
+    assert 0 < made["seconds"] < 60
+    assert Plan.load(path).thresholds == ()
+    assert [p.name for p in tmp_path.iterdir()] == ["plan.safetensors"]
+
+
+def test_budget_json_realises_what_was_asked(own_plan: Path) -> None:
+    """Corrected thresholds land within half a point, rise with the budget, and are in the file as printed."""
+    made = run_ace("budget", MODEL, "-p", own_plan, "--text", TEXT, *PASS, "--budgets", "0.2:0.6:0.2", "--json").json
+    assert [t["budget"] for t in made["thresholds"]] == [0.2, 0.4, 0.6]
+    assert all(abs(t["realised"] - t["budget"]) < 0.005 and t["corrected"] for t in made["thresholds"])
+    assert made["passes"] == 1 + sum(t["passes"] for t in made["thresholds"])
+    taus = [t["threshold"] for t in made["thresholds"]]
+    assert taus == sorted(taus)
+    stored = {t.budget: t.threshold for t in Plan.load(own_plan).thresholds}
+    assert stored.keys() == {0.2, 0.3, 0.4, 0.5, 0.6}
+    assert [stored[b] for b in (0.2, 0.4, 0.6)] == taus
+
+
+def test_budget_again_replaces_its_entries(own_plan: Path) -> None:
+    """Same text, same settings: the file does not grow, and the result is the same to the bit."""
+    before = own_plan.read_bytes()
+    assert run_ace("budget", MODEL, "-p", own_plan, "--text", TEXT, *PASS, "--budgets", "0.3,0.5").code == 0
+    assert own_plan.read_bytes() == before
+
+
+def test_paper_preset_maps_in_one_pass(own_plan: Path) -> None:
+    """The paper has no correction; its thresholds live beside ours and do not replace them."""
+    options = ("--preset", "paper", "--budgets", "0.5", "--json")
+    made = run_ace("budget", MODEL, "-p", own_plan, "--text", TEXT, *PASS, *options).json
+    assert made["passes"] == 1
+    assert not made["thresholds"][0]["corrected"]
+    assert [t.gain for t in Plan.load(own_plan).thresholds] == ["power", "power", "kept"]
+
+
+def test_run_json_counts_slots(plan: Path) -> None:
+    """A prompt of the mapped kind realises the request; 8 new tokens are 7 decode passes of 6 layers and 8 slots."""
+    options = ("--skip", 0.5, "--max-new-tokens", 8, "--device", "cpu", "--json")
+    made = run_ace("run", MODEL, "-p", plan, "--prompt", prompt(), *options).json
+    assert made["requested"] == 0.5
+    assert abs(made["realised"] - 0.5) < 0.05
+    assert made["decode"]["routed"] == 7 * 6 * 8
+    assert set(made["layers"]) == set("012345")
+    routed, kept = (sum(made[phase][what] for phase in ("prefill", "decode")) for what in ("routed", "kept"))
+    assert made["realised"] == pytest.approx(1 - kept / routed)
+    assert made["text"].strip()
+
+
+def test_run_prints_text_and_ratio(plan: Path) -> None:
+    """Text alone on stdout, so that it can be piped; the ratio beside it on stderr."""
+    ran = run_ace("run", MODEL, "-p", plan, "--prompt", "The city", "--skip", 0.5, "--max-new-tokens", 8)
+    assert ran.code == 0
+    assert ran.out.strip()
+    assert "realised" not in ran.out
+    assert re.search(r"requested 50\.0%, realised \d+\.\d%", ran.err)
+
+
+def test_run_without_skipping_counts_nothing_skipped(plan: Path) -> None:
+    """Budget 0 needs no threshold and skips nothing."""
+    options = ("--skip", 0, "--policy", "share", "--max-new-tokens", 2, "--json")
+    made = run_ace("run", MODEL, "-p", plan, "--prompt", "The city", *options).json
+    assert made["realised"] == 0
+    assert made["prefill"]["kept"] == made["prefill"]["routed"] > 0
+
+
+def test_interpolated_budget_is_noted_beside_the_json(plan: Path) -> None:
+    """40 % lies between two mapped budgets: it runs, and the note does not spoil stdout."""
+    options = ("--skip", 0.4, "--max-new-tokens", 2, "--json")
+    ran = run_ace("run", MODEL, "-p", plan, "--prompt", "The city", *options)
+    assert ran.json["requested"] == 0.4
+    assert "note: no threshold was mapped for 40.0%" in ran.err
+    assert "between 30% and 50%" in ran.err.replace("\n", " ")
+
+
+def test_inspect_model() -> None:
+    """Layers with their sizes, norms and routers by path."""
+    made = run_ace("inspect", MODEL, "--json").json
+    assert made["architecture"] == "Qwen3MoeForCausalLM"
+    assert made["not_covered"] == []
+    assert list(made["layers"]) == list("012345")
+    assert made["layers"]["3"] | {"router": ""} == {
+        **{"experts": 32, "top_k": 8, "hidden": 192, "intermediate": 48},
+        "router": "",
+    }
+    assert made["routers"]["0"] == "model.layers.0.mlp.gate"
+    shown = run_ace("inspect", MODEL)
+    assert shown.code == 0
+    assert all(word in shown.out for word in ("Qwen3MoeForCausalLM", "192", "32"))
+
+
+def test_inspect_plan(plan: Path) -> None:
+    """Everything in the file: tables of mean 1 and the thresholds with what they realised."""
+    made = run_ace("inspect", plan, "--json").json
+    assert made["model"] == "model"
+    assert [t["budget"] for t in made["thresholds"]] == [0.3, 0.5]
+    assert all(abs(t["realised"] - t["budget"]) < 0.005 for t in made["thresholds"])
+    for layer in made["tables"].values():
+        assert {name: len(values) for name, values in layer.items()} == {"gsp": 32, "rcr": 32}
+        assert sum(layer["gsp"]) / 32 == pytest.approx(1, abs=1e-5)
+    shown = run_ace("inspect", plan)
+    assert shown.code == 0
+    assert all(word in shown.out for word in ("gsp", "rcr", "30.0%", "50.0%"))
+
+
+def test_inspect_plan_without_thresholds_says_what_is_next(tmp_path: Path) -> None:
+    run_ace("tables", MODEL, "-o", tmp_path / "new.safetensors")
+    assert "`ace budget`" in run_ace("inspect", tmp_path / "new.safetensors").out
+
+
+def test_names_with_brackets_are_printed_as_they_are(plan: Path, tmp_path: Path) -> None:
+    """Square brackets are markup to the printer; a folder or a text may have them in its name all the same."""
+    (tmp_path / "model [red]").symlink_to(MODEL)
+    path, text = tmp_path / "plan [b].safetensors", tmp_path / "text [i].txt"
+    shutil.copy(TEXT, text)
+    made = run_ace("tables", tmp_path / "model [red]", "-o", path)
+    assert made.code == 0, made.err
+    assert "plan [b].safetensors" in made.out.replace("\n", "")
+    mapped = run_ace("budget", MODEL, "-p", path, "--text", text, *PASS, "--budgets", "0.3", "--no-correct")
+    assert "plan [b].safetensors" in mapped.out.replace("\n", "")
+    with patch.dict(os.environ, {"COLUMNS": "200"}):
+        assert "text [i].txt" in run_ace("inspect", path).out
+
+
+# ---- budgets ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "values"),
+    [
+        ("0.5", [0.5]),
+        ("0.1,0.3", [0.1, 0.3]),
+        (" 0.1 , 0.3 ", [0.1, 0.3]),
+        ("0.1:0.6:0.1", [0.1, 0.2, 0.3, 0.4, 0.5, 0.6]),
+        ("0.25:0.25:0.1", [0.25]),
+        ("0.1:0.35:0.1", [0.1, 0.2, 0.3]),
+    ],
+)
+def test_budgets_as_typed(text: str, values: list[float]) -> None:
+    """Exactly the numbers a person would write down, none past the end of the range."""
+    assert cli.parse_budgets(text) == values
+
+
+@pytest.mark.parametrize(
+    "text", ["", "half", "0.1:0.6", "0.1:0.6:0", "0.6:0.1:0.1", "0.1:inf:0.1", "0:1:1e-12", "1:2:x"]
+)
+def test_budgets_that_are_none(text: str) -> None:
+    with pytest.raises(BudgetError, match=r"0\.1:0\.6:0\.1"):
+        cli.parse_budgets(text)
+
+
+# ---- help, streams, exit codes ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_has_an_example_that_parses(name: str) -> None:
+    """Each command shows an example, and its own parser takes it."""
+    shown = run_ace(name, "--help")
+    assert shown.code == 0
+    assert "Example" in shown.out
+    examples = re.split(r", (?=ace )", COMMANDS[name].epilog.partition(":")[2].strip())
+    for example in examples:
+        program, command, *arguments = shlex.split(example)
+        assert (program, command) == ("ace", name)
+        COMMANDS[name].make_context(name, arguments)  # an option that does not exist raises
+
+
+def test_top_help_lists_every_command() -> None:
+    shown = run_ace("--help")
+    assert shown.code == 0
+    assert all(name in shown.out for name in COMMANDS)
+    assert {"tables", "budget", "run", "inspect", "demo"} <= set(COMMANDS)
+
+
+def test_progress_goes_to_stderr(tmp_path: Path) -> None:
+    """As a process, with bars forced on: stdout is JSON alone, the bar is on stderr."""
+    ran = start_ace("tables", MODEL, "-o", tmp_path / "plan.safetensors", "--json", env={"FORCE_COLOR": "1"})
+    assert ran.json["layers"] == 6
+    assert "layers" in ran.err
+    assert "6/6" in ran.err
+
+
+@pytest.mark.parametrize(
+    ("code", "arguments"),
+    [
+        (0, ("inspect", MODEL)),
+        (1, ("inspect", "missing.safetensors")),
+        (2, ("inspect",)),
+        (2, ("inspect", MODEL, "--nonsense")),
+        (2, ("nonsense",)),
+        (2, ("run", MODEL, "-p", "plan.safetensors", "--prompt", "x", "--skip", "half")),
+    ],
+)
+def test_exit_codes(code: int, arguments: tuple[object, ...]) -> None:
+    """0 done, 1 an error of ours, 2 a command line that cannot be parsed."""
+    ran = run_ace(*arguments)
+    assert ran.code == code
+    assert bool(ran.err) == (code != 0)
+    assert "Traceback" not in ran.err

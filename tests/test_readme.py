@@ -1,0 +1,34 @@
+"""Every number in the README comes from a stored result."""
+
+import json
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+
+
+def stored(name: str):
+    return json.loads((ROOT / "benchmarks" / "results" / name).read_text())
+
+
+def test_demo_table_is_the_stored_result():
+    cells = stored("demo.json")["cells"]
+    assert f"perplexity {cells[0]['perplexity']:.2f} unskipped" in README
+    for budget in (0.1, 0.2, 0.3, 0.4, 0.5, 0.6):
+        paper, power = (c for c in cells if c["budget"] == budget)
+        numbers = [f"{c['realised']:.2%}".replace("%", " %") + f" | {c['perplexity']:.2f}" for c in (paper, power)]
+        assert f"| {budget:.0%}".replace("%", " %") + f" | {numbers[0]} | {numbers[1]} |" in README
+
+
+def test_transfer_and_memory_claims_hold():
+    rows = [r for key in ("min_active_1", "min_active_2") for r in stored("threshold_transfer_demo.json")[key]]
+    assert all(abs(r["mapped_realised"] - r["budget"]) <= 0.001 for r in rows)
+    assert all(abs(r["measured_corrected"] - r["budget"]) <= 0.002 for r in rows)
+    tables = stored("tables_memory.json")
+    assert f"{tables['many']['peak_gb']:.1f} GB of memory" in README
+
+
+def test_linked_files_exist():
+    for link in re.findall(r"\]\(([^)#]+)\)", README):
+        assert link.startswith("http") or (ROOT / link).exists(), link
