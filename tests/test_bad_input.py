@@ -561,6 +561,7 @@ def test_random_bytes(scratch: tuple[Path, bytes], data: bytes) -> None:
     refused_bytes(scratch[0], data)
 
 
+@pytest.mark.filterwarnings("ignore:no threshold was mapped")
 @given(seed=st.data())
 @settings(max_examples=200, deadline=None)
 def test_flipped_header_bytes(scratch: tuple[Path, bytes], seed: st.DataObject) -> None:
@@ -579,6 +580,7 @@ JSON = st.recursive(
 )
 
 
+@pytest.mark.filterwarnings("ignore:no threshold was mapped")
 @given(seed=st.data())
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_edited_metadata(scratch: tuple[Path, bytes], seed: st.DataObject) -> None:

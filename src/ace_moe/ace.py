@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -189,7 +189,9 @@ def _policy(policy: str | Policy, preset: str | None, settings: dict[str, Any]) 
         return make(policy, **settings)
     if preset not in PRESETS:
         raise BudgetError(f"There is no preset {preset!r}. Choose one of: {', '.join(PRESETS)}.")
-    return replace(PRESETS[preset], **settings)
+    if policy not in ("ace", PRESETS[preset].name):
+        raise BudgetError(f"Preset {preset!r} is a policy by itself; give it or policy={policy!r}, not both.")
+    return make(PRESETS[preset], **settings)
 
 
 def _check_tables(plan: Plan, policy: Policy) -> None:

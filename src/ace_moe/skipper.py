@@ -40,6 +40,7 @@ class Skipper(nn.Module):
         super().__init__()
         self.key, self.policy, self.step = key, policy, step
         self.observer: Histogram | None = None
+        self.owner: tuple[nn.Module, ...] = ()  # the experts module, in a tuple so that it is not taken for a child
         self.logits: Tensor | None = None  # the router's, set by a hook where the policy needs them
         self.register_buffer("threshold", torch.zeros(2), persistent=False)
         self.register_buffer("counts", torch.zeros(2, 2, dtype=torch.int64), persistent=False)

@@ -76,7 +76,7 @@ def encode(tokenizer: Any, text: str, vocabulary: int) -> Tensor:
 def cut(text: str, tokenizer: Any, window: int, tokens: int | None, vocabulary: int, name: str) -> Windows:
     """Whole windows of `window` tokens from the start of the text, at most `tokens` tokens in all."""
     check_sizes(window, tokens)
-    # about four characters make a token; eight leave room, and a gigabyte of text is not tokenised for 64k tokens
+    # about four characters make a token; sixteen leave room, and a gigabyte of text is not tokenised for 64k tokens
     used = text if tokens is None else text[: 16 * tokens]
     ids = encode(tokenizer, used, vocabulary)[:tokens]
     count = len(ids) // window

@@ -84,6 +84,7 @@ class Attachment:
     def _add_child(self, module: nn.Module, skipper: Skipper) -> None:
         device = next(module.parameters()).device
         module.add_module(CHILD, skipper.to(device))
+        skipper.owner = (module,)
         self._undo.append(lambda: delattr(module, CHILD))
         if hasattr(module, SENTINELS):
             before = getattr(module, SENTINELS)

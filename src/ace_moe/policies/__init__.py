@@ -14,9 +14,9 @@ PRESETS: dict[str, Policy] = {"paper": Ace(fusion="max", gain="kept", min_active
 
 
 def make(policy: str | Policy = "ace", **settings: Any) -> Policy:
-    """A policy by name with its settings, or an instance as it is."""
+    """A policy by name or an instance, with the settings that are given."""
     if isinstance(policy, Policy):
-        return policy
+        return make(policy.name, **{**policy.own_settings, **settings})
     if policy not in POLICIES:
         raise BudgetError(f"There is no policy {policy!r}. Choose one of: {', '.join(POLICIES)}.")
     cls = POLICIES[policy]

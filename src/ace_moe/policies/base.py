@@ -53,13 +53,18 @@ class Policy(ABC):
             raise BudgetError(f"gain must be one of {', '.join(GAINS)}, not {self.gain!r}.")
         if not isinstance(self.min_active, int) or self.min_active < 1:
             raise BudgetError(f"min_active must be a whole number of at least 1, not {self.min_active!r}.")
-        if not 0 <= self.min_mass <= 1:
+        if not isinstance(self.min_mass, (int, float)) or not 0 <= self.min_mass <= 1:
             raise BudgetError(f"min_mass is a share of the gate mass: 0 to 1, not {self.min_mass!r}.")
 
     @property
     def params(self) -> dict[str, Any]:
         """The policy's own parameters, without gain and safeguards."""
         return {k: v for k, v in asdict(self).items() if k not in COMMON}
+
+    @property
+    def own_settings(self) -> dict[str, Any]:
+        """All fields: what makes this policy again."""
+        return asdict(self)
 
     @property
     def settings(self) -> dict[str, Any]:

@@ -17,7 +17,7 @@ TABLES: dict[str, Callable[[MoELayer], Tensor]] = {"gsp": gsp.raw, "rcr": rcr.ra
 def table(name: str, layer: MoELayer) -> Tensor:
     """The named table of one layer: [E], float32, mean 1."""
     values = TABLES[name](layer).float()
-    if not values.isfinite().all():  # NaN and infinite weights end up here: every weight enters its expert's number
+    if not values.isfinite().all():  # NaN and infinite experts end up here: every weight of an expert enters its number
         expert = int((~values.isfinite()).nonzero()[0])
         raise CheckpointError(
             f"Layer {layer.key}: {layer.path} has NaN, infinite or overflowing weights (expert {expert}, table {name}). "

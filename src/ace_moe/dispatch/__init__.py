@@ -1,0 +1,1 @@
+"""Running only the kept slots."""
