@@ -1,0 +1,168 @@
+"""Tile sizes for the kernels on this GPU: tries many, prints the best for each number of tokens.
+
+    python benchmarks/tune.py [--tokens 1 4 16 32 64 256 1024 4096] [--out FILE] [--workers 12]
+
+Qwen3-30B-A3B layers with random weights; each measurement is a CUDA graph over several layers' distinct weights, so that
+no weight is found in the cache. Worker processes compile all candidates first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import multiprocessing
+import time
+from pathlib import Path
+
+import torch
+
+from ace_moe.dispatch import experts as dispatch
+from ace_moe.dispatch.activation import SILU, Activation
+from ace_moe.dispatch.config import Tiles
+
+EXPERTS, HIDDEN, MIDDLE, TOP_K = 128, 2048, 768, 8
+LAYOUT = dispatch.Layout(True, False, False, Activation(SILU))
+
+
+def layer(seed: int) -> dispatch.Weights:
+    torch.manual_seed(seed)
+    w_in = torch.empty(EXPERTS, 2 * MIDDLE, HIDDEN, dtype=torch.bfloat16, device="cuda").normal_(0, 0.02)
+    w_out = torch.empty(EXPERTS, HIDDEN, MIDDLE, dtype=torch.bfloat16, device="cuda").normal_(0, 0.02)
+    return dispatch.Weights(w_in, w_out, None, None, LAYOUT)
+
+
+def routing(tokens: int, skip: float, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """x, ids, gates of uniform routing; slots beyond the first are skipped with equal probability."""
+    g = torch.Generator(device="cuda").manual_seed(seed)
+    x = torch.randn(tokens, HIDDEN, generator=g, device="cuda").bfloat16()
+    ids = torch.rand(tokens, EXPERTS, generator=g, device="cuda").argsort(1)[:, :TOP_K].contiguous()
+    gates = torch.rand(tokens, TOP_K, generator=g, device="cuda").softmax(-1)
+    if skip:
+        drop = torch.rand(tokens, TOP_K, generator=g, device="cuda").argsort(1).argsort(1) >= TOP_K * (1 - skip)
+        ids = torch.where(drop & (torch.arange(TOP_K, device="cuda") > 0), EXPERTS, ids)
+    return x, ids, gates
+
+
+def candidates(tokens: int) -> list[Tiles]:
+    """For few tokens the two products are tuned apart: up varies with a fixed down, then the other way round."""
+    if tokens <= dispatch.FEW:
+        base = (16, 256, 4, 4)
+        shapes = [(bn, bk, w, s) for bn in (16, 32, 64) for bk in (64, 128, 256) for w in (2, 4, 8) for s in (3, 4, 6)]
+        shapes = [c for c in shapes if 24_000 <= 2 * c[0] * c[1] * c[3] <= 110_000 or c[0] * c[1] <= 4096]
+        return [Tiles(0, *c, *base) for c in shapes] + [Tiles(0, *base, *c) for c in shapes]
+    rows = tokens * TOP_K // EXPERTS
+    bms = (16,) if rows <= 8 else (16, 32) if rows <= 16 else (32, 64) if rows <= 64 else (64, 128)
+    out = []
+    for bm, (bn, bk, w, s) in itertools.product(bms, itertools.product((32, 64, 128), (64, 128), (4, 8), (3, 4))):
+        if bm * bn <= 128 * 128 and 2 * s * (bm + 2 * bn) * bk <= 220_000:
+            out.append(Tiles(bm, bn, bk, w, s, min(2 * bn, 256), bk, w, s))
+    return out
+
+
+def use(tiles: Tiles) -> None:
+    dispatch.few_tiles = dispatch.many_tiles = lambda *_: tiles
+
+
+def compile_all(work: list[tuple[int, Tiles]]) -> None:
+    weights = layer(0)
+    for tokens, tiles in work:
+        use(tiles)
+        try:
+            dispatch.run(*routing(tokens, 0.0), weights)
+            torch.cuda.synchronize()
+        except Exception:  # too much shared memory: the timing loop meets it again and leaves it out
+            pass
+
+
+def graph_time(step, repeats: int = 12) -> float:
+    """Median microseconds of one replay."""
+    for _ in range(2):
+        step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    times = []
+    for _ in range(repeats):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end) * 1e3)
+    return sorted(times)[len(times) // 2]
+
+
+def layers_time(tokens: int, skip: float, layers: list[dispatch.Weights]) -> float:
+    """Microseconds per layer, each layer with its own routing."""
+    inputs = [routing(tokens, skip, seed) for seed in range(len(layers))]
+    arrived = dispatch.arrivals(max(tokens, 1), HIDDEN, torch.device("cuda"))
+    return graph_time(lambda: [dispatch.run(*i, w, arrived) for i, w in zip(inputs, layers, strict=True)]) / len(layers)
+
+
+def read_ceiling() -> float:
+    """TB/s of reading 8 GB once."""
+    big = torch.empty(2 << 30, dtype=torch.float32, device="cuda").normal_()
+    micros = graph_time(lambda: torch.sum(big))
+    return big.numel() * 4 / micros / 1e6
+
+
+def best(tokens: int, layers: list[dispatch.Weights], skip: float) -> tuple[list[tuple[float, Tiles]], float]:
+    found = []
+    for tiles in candidates(tokens):
+        use(tiles)
+        try:
+            found.append((layers_time(tokens, skip, layers), tiles))
+        except Exception as error:
+            if "out of resource" not in str(error) and "OutOfResources" not in type(error).__name__:
+                print("failed", tiles, str(error)[:200])
+    return sorted(found), skip
+
+
+def merged(found: list[tuple[float, Tiles]], tokens: int) -> Tiles:
+    """The best up with the best down, where they were tuned apart."""
+    if tokens > dispatch.FEW:
+        return found[0][1]
+    half = len(candidates(tokens)) // 2
+    ups, downs = (set(c) for c in (candidates(tokens)[:half], candidates(tokens)[half:]))
+    up = next(t for _, t in found if t in ups)
+    down = next(t for _, t in found if t in downs)
+    return Tiles(0, *up[1:5], *down[5:])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 4, 16, 32, 64, 256, 1024, 4096])
+    parser.add_argument("--skip", type=float, default=0.0)
+    parser.add_argument("--workers", type=int, default=12)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    started = time.time()
+    work = [(t, c) for t in options.tokens for c in candidates(t)]
+    context = multiprocessing.get_context("spawn")
+    pool = [context.Process(target=compile_all, args=(work[i :: options.workers],)) for i in range(options.workers)]
+    for process in pool:
+        process.start()
+    for process in pool:
+        process.join()
+    print(f"{len(work)} candidates compiled in {time.time() - started:.0f} s", flush=True)
+    layers = [layer(seed) for seed in range(options.layers)]
+    result = {"ceiling_tb_s": read_ceiling(), "device": torch.cuda.get_device_name(), "tokens": {}}
+    print(result, flush=True)
+    for tokens in options.tokens:
+        found, _ = best(tokens, layers, options.skip)
+        chosen = merged(found, tokens)
+        use(chosen)
+        row = {"tiles": chosen, "us": layers_time(tokens, 0.0, layers), "us_60": layers_time(tokens, 0.6, layers)}
+        row["next"] = [(round(us, 1), tuple(t)) for us, t in found[:4]]
+        result["tokens"][tokens] = row
+        print(tokens, tuple(chosen), f"{row['us']:.1f} us, 60 %: {row['us_60']:.1f} us; {row['next']}", flush=True)
+        if options.out:
+            options.out.write_text(json.dumps(result, indent=1))
+    print(f"{time.time() - started:.0f} s in all")
+
+
+if __name__ == "__main__":
+    main()
