@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from .budget import check_budget
 from .checkpoint import MoEModel
+from .dispatch import Choice, fast_path
 from .errors import BudgetError, IntegrationError, PlanError
 from .integrations.transformers import Attachment
 from .plan import Phase, Plan
@@ -47,9 +48,11 @@ class ACE:
         preset: str | None = None,
         workload: str | None = None,
         allow_other_weights: bool = False,
+        dispatch: Choice = "auto",
         **settings: Any,
     ):
         self.plan, self.workload, self.allow_other_weights = plan, workload, allow_other_weights
+        self.dispatch = dispatch
         self.policy = _policy(policy, preset, settings)
         _check_tables(plan, self.policy)
         self._attachment: Attachment | None = None
@@ -122,6 +125,9 @@ class ACE:
         self.plan = self.plan.check_model(moe.fingerprint(), self.allow_other_weights)
         step = Step()
         by_path = {s.path: Skipper(s.key, self.policy, self.plan.tables.get(s.key, {}), step) for s in moe.sites}
+        for path, skipper in by_path.items():
+            fast = fast_path(model.get_submodule(path), self.policy, self.dispatch)
+            skipper.fast = None if isinstance(fast, str) else fast
         self._attachment = Attachment(model, by_path, step, {s.path: s.router_path for s in moe.sites})
         self._skippers = list(by_path.values())
         self.set_threshold(self._thresholds)

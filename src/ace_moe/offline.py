@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from . import budget
 from .ace import ACE
 from .budget import Fit, Histogram
-from .checkpoint import MoEModel
+from .checkpoint import MoELayer, MoEModel
 from .errors import StructureError
 from .evaluate.perplexity import Score, score
 from .plan import Plan, Threshold
@@ -24,14 +24,14 @@ Tick = Callable[[], None]
 
 
 def build_plan(
-    model: str | Path | PreTrainedModel | MoEModel, *, device: str = "cpu", tick: Tick = lambda: None
+    model: str | Path | PreTrainedModel | MoEModel, *, device: str | None = None, tick: Tick = lambda: None
 ) -> Plan:
     """Tables of every MoE layer from weights alone; one layer is in memory at a time. `tick` follows each."""
     moe = _moe(model)
     found: dict[str, dict[str, Tensor]] = {}
     undefined: dict[str, str] = {}
     for site in moe.sites:
-        found[site.key], missing = tables(moe.layer(site).to(device))
+        found[site.key], missing = tables(_placed(moe.layer(site), device))
         undefined = missing | undefined
         tick()
     if len(undefined) == len(found[site.key]) + len(undefined):
@@ -39,6 +39,11 @@ def build_plan(
     # a table that one layer lacks is no table of the model
     kept = {key: {n: t for n, t in layer.items() if n not in undefined} for key, layer in found.items()}
     return Plan(tables=kept, fingerprint=moe.fingerprint(), model=moe.name, undefined=undefined)
+
+
+def _placed(layer: MoELayer, device: str | None) -> MoELayer:
+    """On the device that was asked for; else where its weights are."""
+    return layer if device is None else layer.to(device)
 
 
 def _moe(model: str | Path | PreTrainedModel | MoEModel) -> MoEModel:

@@ -42,14 +42,19 @@ def assemble(site: Site, tensors: dict[str, Tensor]) -> MoELayer:
         interleaved=not module.is_concatenated,
         activate=module._apply_gate if gated else module.act_fn,  # type: ignore[arg-type]
         finish=_finish(module, experts),
-        norm_scale=scale,
-        router_rows=rows,
+        norm_scale=None if scale is None else scale.to(w_in.device),
+        router_rows=None if rows is None else rows.to(w_in.device),
         undefined=undefined,
     )
 
 
 def _part(tensors: dict[str, Tensor], role: str) -> dict[str, Tensor]:
     return {name.partition(".")[2]: t for name, t in tensors.items() if name.startswith(role + ".")}
+
+
+def _measured(tensors: dict[str, Tensor], role: str) -> dict[str, Tensor]:
+    """A small module's weights where measuring happens: fp32 on the CPU."""
+    return {name: t.float().cpu() for name, t in _part(tensors, role).items()}
 
 
 def _finish(module: nn.Module, experts: dict[str, Tensor]) -> Callable[[Tensor], Tensor]:
@@ -72,7 +77,7 @@ def _scale(site: Site, tensors: dict[str, Tensor], d: int, undefined: dict[str, 
     """Γ; ones where the raw residual feeds the experts (post-norm models)."""
     if site.norm is None:
         return torch.ones(d)
-    weights = {name: t.float() for name, t in _part(tensors, "norm").items()}
+    weights = _measured(tensors, "norm")
     scale = measure.norm_scale(site.norm, weights, d)
     if scale is None:
         undefined["gsp"] = (
@@ -99,7 +104,7 @@ def _rows(
 
 def _own_rows(site: Site, tensors: dict[str, Tensor], d: int) -> tuple[Tensor | None, str]:
     """Rows in the router's input space. Rows past the experts belong to sinks and are left out."""
-    weights = {name: t.float() for name, t in _part(tensors, "router").items()}
+    weights = _measured(tensors, "router")
     matrices = [name for name, t in weights.items() if t.dim() == 2 and min(t.shape) > 1]
     if site.router is None or len(matrices) != 1:
         return None, f"is not one linear map ({len(matrices)} matrices)"

@@ -1,1 +1,78 @@
-"""Running only the kept slots."""
+"""Running only the kept slots: which path a layer takes, and why.
+
+The torch path is transformers' own grouped product with skipped slots behind its last group. Where a GPU and Triton are
+there and the layer's structure is one the kernels know, `FastPath` takes its place.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import IntegrationError
+from ..policies import Ace, Gsp, Policy, Rcr, Routing, Share
+
+if TYPE_CHECKING:
+    from .experts import Layout
+
+Choice = Literal["auto", "torch", "kernels"]
+
+
+class FastPath:
+    """One layer's kernels: the rule for policies they know, and the experts."""
+
+    def __init__(self, layout: Layout, policy: Policy, arrived: Tensor):
+        self.layout, self.policy, self.arrived = layout, policy, arrived
+
+    def rule(self, routing: Routing, counts: Tensor, sentinel: int) -> tuple[Tensor, Tensor]:
+        from . import ops
+
+        tables = [routing.tables[name] for name in self.policy.needs] + [None, None]
+        fusion = ops.FUSIONS.index(getattr(self.policy, "fusion", "max"))
+        return ops.rule(
+            routing.ids, routing.gates, tables[0], tables[1], routing.threshold, routing.token_mask, counts, sentinel,
+            fusion, ops.GAINS.index(self.policy.gain), self.policy.min_active, self.policy.min_mass,
+        )  # fmt: skip
+
+    def experts(self, module: nn.Module, hidden: Tensor, ids: Tensor, gates: Tensor) -> Tensor:
+        from . import ops
+
+        layout, gated = self.layout, self.layout.gated
+        return ops.run_experts(
+            hidden, ids, gates, module.gate_up_proj if gated else module.up_proj, module.down_proj,
+            getattr(module, "gate_up_proj_bias" if gated else "up_proj_bias", None),
+            getattr(module, "down_proj_bias", None), self.arrived, gated, layout.interleaved, layout.transposed,
+            *layout.activation,
+        )  # fmt: skip
+
+
+def fast_path(module: nn.Module, policy: Policy, choice: Choice = "auto") -> FastPath | str:
+    """The kernels for this layer, or why it takes the torch path. `kernels` makes the reason an error."""
+    device = next(module.parameters()).device
+    if choice == "torch":
+        return "the torch path was asked for"
+    if choice == "auto" and device.type != "cuda":
+        return f"the layer is on {device.type}"
+    found = _try(module, policy, device)
+    if choice == "kernels" and isinstance(found, str):
+        raise IntegrationError(f"The kernels cannot run {type(module).__name__}: {found}. Use dispatch='auto'.")
+    return found
+
+
+def _try(module: nn.Module, policy: Policy, device: torch.device) -> FastPath | str:
+    if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":  # the interpreter runs kernels on the CPU
+        return f"the layer is on {device.type}"
+    try:
+        from .experts import FEW, Layout, arrivals
+    except ImportError:
+        return "Triton is not installed"
+    if type(policy) not in (Ace, Gsp, Rcr, Share):
+        return f"policy {policy.name!r} has no kernel"
+    layout = Layout.of(module)
+    if isinstance(layout, str):
+        return layout
+    hidden = module.down_proj.shape[2 if layout.transposed else 1]  # type: ignore[index]
+    return FastPath(layout, policy, arrivals(FEW, int(hidden), device))

@@ -34,9 +34,11 @@ SENTINELS = "_is_expert_parallel"  # transformers ≥ 5.18 masks sentinel rows o
 def _implementation(stock: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         skipper = getattr(self, CHILD, None)
-        if skipper is not None:
-            top_k_index, top_k_weights = skipper(hidden_states, top_k_index, top_k_weights, self.num_experts)
-        return stock(self, hidden_states, top_k_index, top_k_weights)
+        if skipper is None:
+            return stock(self, hidden_states, top_k_index, top_k_weights)
+        ids, gates = skipper(hidden_states, top_k_index, top_k_weights, self.num_experts)
+        run = stock if skipper.fast is None else skipper.fast.experts
+        return run(self, hidden_states, ids, gates)
 
     return forward
 

@@ -1,0 +1,76 @@
+"""The kernels as torch operators: opaque to torch.compile, safe in CUDA graphs."""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+
+from . import experts, rule_kernel
+from .activation import Activation
+from .experts import power_of_two
+
+FUSIONS = ("max", "min", "mean")
+GAINS = ("kept", "none", "power")
+
+
+@torch.library.custom_op("ace_moe::rule", mutates_args=("counts",))
+def rule(
+    ids: Tensor,
+    gates: Tensor,
+    first: Tensor | None,
+    second: Tensor | None,
+    threshold: Tensor,
+    token_mask: Tensor | None,
+    counts: Tensor,
+    experts: int,
+    fusion: int,
+    gain: int,
+    min_active: int,
+    min_mass: float,
+) -> tuple[Tensor, Tensor]:
+    """ids, gates [T, k] → the same for the dispatch, `experts` in place of skipped ids; counts [2] += routed, kept."""
+    ids, gates = ids.contiguous(), gates.contiguous()
+    (tokens, k), new_ids, new_gates = ids.shape, torch.empty_like(ids), torch.empty_like(gates)
+    padded = power_of_two(k)
+    block = max(1, min(64, 512 // padded))
+    if tokens:
+        rule_kernel.decide[(triton.cdiv(tokens, block),)](
+            ids, gates, ids if first is None else first, ids if second is None else second, threshold,
+            ids if token_mask is None else token_mask, counts, new_ids, new_gates, tokens, experts,
+            K=k, KP=padded, BT=block, VIEWS=(first is not None) + (second is not None), FUSION=fusion, GAIN=gain,
+            MIN_ACTIVE=min_active, MIN_MASS=min_mass, MASKED=token_mask is not None, num_warps=1 if tokens < 8 else 4,
+        )  # fmt: skip
+    return new_ids, new_gates
+
+
+@rule.register_fake
+def _(ids, gates, *rest):
+    return torch.empty_like(ids), torch.empty_like(gates)
+
+
+@torch.library.custom_op("ace_moe::experts", mutates_args=())  # `arrived` is zero before and after
+def run_experts(
+    x: Tensor,
+    ids: Tensor,
+    gates: Tensor,
+    w_in: Tensor,
+    w_out: Tensor,
+    b_in: Tensor | None,
+    b_out: Tensor | None,
+    arrived: Tensor,
+    gated: bool,
+    interleaved: bool,
+    transposed: bool,
+    kind: int,
+    alpha: float,
+    limit: float,
+) -> Tensor:
+    """x [T, d], ids and gates [T, k] → y [T, d]; slots whose id is no expert are not run."""
+    layout = experts.Layout(gated, interleaved, transposed, Activation(kind, alpha, limit))
+    return experts.run(x, ids, gates, experts.Weights(w_in, w_out, b_in, b_out, layout), arrived)
+
+
+@run_experts.register_fake
+def _(x, *rest):
+    return torch.empty_like(x)
