@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from .budget import Histogram
+from .dispatch import FastPath
 from .policies import Decision, Policy, Routing, TokenPolicy
 
 PREFILL, DECODE = 0, 1
@@ -40,6 +41,7 @@ class Skipper(nn.Module):
         super().__init__()
         self.key, self.policy, self.step = key, policy, step
         self.observer: Histogram | None = None
+        self.fast: FastPath | None = None  # kernels for the rule and the experts, where they can run
         self.owner: tuple[nn.Module, ...] = ()  # the experts module, in a tuple so that it is not taken for a child
         self.logits: Tensor | None = None  # the router's, set by a hook where the policy needs them
         self.register_buffer("threshold", torch.zeros(2), persistent=False)
@@ -53,6 +55,8 @@ class Skipper(nn.Module):
         phase, token_mask = self.step.phase, self.step.token_mask(ids.shape[0])
         tables = {name: getattr(self, f"table_{name}") for name in self.table_names}
         routing = Routing(ids, gates, tables, self.threshold[phase], self.logits, hidden, token_mask)
+        if self.fast is not None and self.observer is None:
+            return self.fast.rule(routing, self.counts[phase], sentinel)
         decision = self._decide(routing)
         self.count(decision.keep, phase, token_mask)
         return torch.where(decision.keep, decision.ids, sentinel), decision.gates
