@@ -86,7 +86,7 @@ class ACE:
     def _look_up(self, skip: Skip) -> Tensor:
         """τ for prefill and decode, [2]."""
         budgets = dict(skip) if isinstance(skip, Mapping) else {"both": skip}
-        thresholds = torch.zeros(2)
+        thresholds = torch.zeros(2, dtype=torch.float32)
         for phase, budget in budgets.items():
             if phase not in PHASES:
                 raise BudgetError(f"Budgets can differ for prefill and decode, not for {phase!r}.")

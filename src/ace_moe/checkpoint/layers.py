@@ -76,7 +76,7 @@ def _norm_and_router(site: Site, tensors: dict[str, Tensor], d: int) -> tuple[Te
 def _scale(site: Site, tensors: dict[str, Tensor], d: int, undefined: dict[str, str]) -> Tensor | None:
     """Γ; ones where the raw residual feeds the experts (post-norm models)."""
     if site.norm is None:
-        return torch.ones(d)
+        return torch.ones(d, dtype=torch.float32)
     weights = _measured(tensors, "norm")
     scale = measure.norm_scale(site.norm, weights, d)
     if scale is None:

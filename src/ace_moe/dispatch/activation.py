@@ -32,7 +32,7 @@ def reference(activation: Activation, gate: Tensor, up: Tensor | None) -> Tensor
 
 def recognise(module: nn.Module) -> Activation | None:
     """The activation whose arithmetic equals the module's on a grid of small and large values, or None."""
-    grid = torch.linspace(-12, 12, 97)
+    grid = torch.linspace(-12, 12, 97, dtype=torch.float32)
     gate, up = torch.meshgrid(grid, grid, indexing="ij")
     gate, up = gate.reshape(1, -1), up.reshape(1, -1)
     if not module.has_gate:
