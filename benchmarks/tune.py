@@ -45,7 +45,11 @@ def routing(tokens: int, skip: float, seed: int = 0) -> tuple[torch.Tensor, torc
 
 
 def candidates(tokens: int) -> list[Tiles]:
-    """For few tokens the two products are tuned apart: up varies with a fixed down, then the other way round."""
+    """Where two products are tuned apart, up varies with a fixed down, then the other way round."""
+    if tokens <= dispatch.ONE:
+        ups = [(bn, bk, w, 1) for bn in (1, 2, 4, 8) for bk in (512, 1024, 2048) for w in (2, 4, 8)]
+        downs = [(bn, bk, w, 1) for bn in (1, 2, 4) for bk in (256, 1024) for w in (1, 2, 4, 8)]
+        return [Tiles(0, *c, 1, 1024, 1, 1) for c in ups] + [Tiles(0, 2, 1024, 4, 1, *c) for c in downs]
     if tokens <= dispatch.FEW:
         base = (16, 256, 4, 4)
         shapes = [(bn, bk, w, s) for bn in (16, 32, 64) for bk in (64, 128, 256) for w in (2, 4, 8) for s in (3, 4, 6)]
@@ -61,10 +65,11 @@ def candidates(tokens: int) -> list[Tiles]:
 
 
 def use(tiles: Tiles) -> None:
-    dispatch.few_tiles = dispatch.many_tiles = lambda *_: tiles
+    dispatch.one_tiles = dispatch.few_tiles = dispatch.many_tiles = lambda *_: tiles
 
 
-def compile_all(work: list[tuple[int, Tiles]]) -> None:
+def compile_all(work: list[tuple[int, Tiles]], one: int) -> None:
+    dispatch.ONE = one
     weights = layer(0)
     for tokens, tiles in work:
         use(tiles)
@@ -113,7 +118,7 @@ def best(tokens: int, layers: list[dispatch.Weights], skip: float) -> tuple[list
     for tiles in candidates(tokens):
         use(tiles)
         try:
-            found.append((layers_time(tokens, skip, layers), tiles))
+            found.append((layers_time(tokens, 0.0, layers) + layers_time(tokens, skip, layers), tiles))
         except Exception as error:
             if "out of resource" not in str(error) and "OutOfResources" not in type(error).__name__:
                 print("failed", tiles, str(error)[:200])
@@ -124,8 +129,9 @@ def merged(found: list[tuple[float, Tiles]], tokens: int) -> Tiles:
     """The best up with the best down, where they were tuned apart."""
     if tokens > dispatch.FEW:
         return found[0][1]
-    half = len(candidates(tokens)) // 2
-    ups, downs = (set(c) for c in (candidates(tokens)[:half], candidates(tokens)[half:]))
+    every = candidates(tokens)
+    ups = {t for t in every if t[5:] == every[0][5:]}
+    downs = {t for t in every if t[1:5] == every[-1][1:5]}
     up = next(t for _, t in found if t in ups)
     down = next(t for _, t in found if t in downs)
     return Tiles(0, *up[1:5], *down[5:])
@@ -134,15 +140,20 @@ def merged(found: list[tuple[float, Tiles]], tokens: int) -> Tiles:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 4, 16, 32, 64, 256, 1024, 4096])
-    parser.add_argument("--skip", type=float, default=0.0)
+    parser.add_argument("--skip", type=float, default=0.6, help="tuned for the sum of the times at 0 and at this ratio")
+    parser.add_argument("--one", type=int, default=dispatch.ONE, help="tokens up to which a product per slot is tried")
     parser.add_argument("--workers", type=int, default=12)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
+    dispatch.ONE = options.one
     started = time.time()
     work = [(t, c) for t in options.tokens for c in candidates(t)]
     context = multiprocessing.get_context("spawn")
-    pool = [context.Process(target=compile_all, args=(work[i :: options.workers],)) for i in range(options.workers)]
+    pool = [
+        context.Process(target=compile_all, args=(work[i :: options.workers], options.one))
+        for i in range(options.workers)
+    ]
     for process in pool:
         process.start()
     for process in pool:

@@ -128,7 +128,8 @@ class ACE:
         for path, skipper in by_path.items():
             fast = fast_path(model.get_submodule(path), self.policy, self.dispatch)
             skipper.fast = None if isinstance(fast, str) else fast
-        self._attachment = Attachment(model, by_path, step, {s.path: s.router_path for s in moe.sites})
+        routers, top_k = ({s.path: getattr(s, n) for s in moe.sites} for n in ("router_path", "top_k"))
+        self._attachment = Attachment(model, by_path, step, routers, top_k)
         self._skippers = list(by_path.values())
         self.set_threshold(self._thresholds)
         if self._pending is not None:

@@ -7,6 +7,7 @@ there and the layer's structure is one the kernels know, `FastPath` takes its pl
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -17,6 +18,7 @@ from ..policies import Ace, Gsp, Policy, Rcr, Routing, Share
 
 if TYPE_CHECKING:
     from .experts import Layout
+    from .routing import TopK
 
 Choice = Literal["auto", "torch", "kernels"]
 
@@ -26,16 +28,40 @@ class FastPath:
 
     def __init__(self, layout: Layout, policy: Policy, arrived: Tensor):
         self.layout, self.policy, self.arrived = layout, policy, arrived
+        self.top_k: TopK | None = None  # set where the router is a plain top-k that the kernel can take over
 
-    def rule(self, routing: Routing, counts: Tensor, sentinel: int) -> tuple[Tensor, Tensor]:
+    def _tables(self, tables: Mapping[str, Tensor]) -> tuple[Tensor | None, Tensor | None]:
+        first, second, *_ = [tables[name] for name in self.policy.needs] + [None, None]
+        return first, second
+
+    def _settings(self) -> tuple[int, int, int, float]:
         from . import ops
 
-        tables = [routing.tables[name] for name in self.policy.needs] + [None, None]
-        fusion = ops.FUSIONS.index(getattr(self.policy, "fusion", "max"))
-        return ops.rule(
-            routing.ids, routing.gates, tables[0], tables[1], routing.threshold, routing.token_mask, counts, sentinel,
-            fusion, ops.GAINS.index(self.policy.gain), self.policy.min_active, self.policy.min_mass,
-        )  # fmt: skip
+        fusion, gain = ops.FUSIONS.index(getattr(self.policy, "fusion", "max")), ops.GAINS.index(self.policy.gain)
+        return fusion, gain, self.policy.min_active, self.policy.min_mass
+
+    def rule(self, routing: Routing, counts: Tensor, sentinel: int) -> tuple[Tensor, Tensor]:
+        """ids, gates [T, k] for the dispatch from the router's."""
+        from . import ops
+
+        given = (routing.ids, routing.gates, *self._tables(routing.tables), routing.threshold, routing.token_mask)
+        return ops.rule(*given, counts, sentinel, *self._settings())
+
+    def routes(self, tokens: int) -> bool:
+        """Whether the router's own top-k is left to `route` for this many tokens."""
+        from .routing import FEW
+
+        return self.top_k is not None and 0 < tokens <= FEW
+
+    def route(
+        self, logits: Tensor, tables: Mapping[str, Tensor], threshold: Tensor, token_mask: Tensor | None, counts: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The same as the router's top-k and `rule`, straight from the router's logits [T, E]."""
+        from . import ops
+
+        assert self.top_k is not None
+        given = (logits, *self._tables(tables), threshold, token_mask, counts)
+        return ops.route(*given, *self.top_k, logits.dtype, *self._settings())
 
     def experts(self, module: nn.Module, hidden: Tensor, ids: Tensor, gates: Tensor) -> Tensor:
         from . import ops

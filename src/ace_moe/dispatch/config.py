@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import triton
 
 
 class Tiles(NamedTuple):
@@ -21,10 +22,20 @@ class Tiles(NamedTuple):
     stages_down: int
 
 
+def one_tiles(tokens: int, d: int, m: int) -> Tiles:
+    """Two rows at a time and up to 2,048 columns, so that a tile's loads are one burst."""
+    deep, narrow = min(2048, triton.next_power_of_2(d)), min(256, triton.next_power_of_2(m))
+    if tokens == 1:
+        return Tiles(0, 2, deep, 8, 1, 2, narrow, 8, 1)
+    return Tiles(0, 2, min(1024, deep), 4, 1, 4, narrow, 8, 1)
+
+
 def few_tiles(tokens: int, d: int, m: int, dtype: torch.dtype) -> Tiles:
     if dtype == torch.float32:
         return Tiles(0, 16, 32, 4, 2, 16, 32, 4, 2)
-    return Tiles(0, 16, 256, 4, 4, 16, 256, 4, 4)
+    if tokens <= 8:
+        return Tiles(0, 32, 128, 4, 4, 64, 64, 4, 6)
+    return Tiles(0, 32, 128, 2, 3, 64, 64, 2, 4)
 
 
 def many_tiles(slots_per_expert: int, d: int, m: int, dtype: torch.dtype) -> Tiles:
@@ -33,5 +44,5 @@ def many_tiles(slots_per_expert: int, d: int, m: int, dtype: torch.dtype) -> Til
     if slots_per_expert <= 16:
         return Tiles(16, 32, 128, 4, 4, 64, 128, 4, 4)
     if slots_per_expert <= 64:
-        return Tiles(64, 64, 64, 4, 4, 128, 64, 4, 4)
-    return Tiles(128, 64, 64, 8, 4, 128, 64, 8, 4)
+        return Tiles(64, 64, 64, 4, 3, 128, 64, 4, 3)
+    return Tiles(128, 128, 64, 8, 4, 256, 64, 8, 4)

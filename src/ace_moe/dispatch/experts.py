@@ -7,6 +7,7 @@ CUDA graph; which slots are skipped is decided on the device.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import triton
@@ -14,8 +15,9 @@ from torch import Tensor, nn
 
 from . import kernels
 from .activation import Activation, recognise
-from .config import Tiles, few_tiles, many_tiles
+from .config import Tiles, few_tiles, many_tiles, one_tiles
 
+ONE = 4  # tokens up to which a product per slot is fastest
 FEW = 32  # tokens up to which one program can take all slots of an expert along
 
 
@@ -72,12 +74,21 @@ def run(x: Tensor, ids: Tensor, gates: Tensor, weights: Weights, arrived: Tensor
     if x.shape[0] == 0:
         return torch.empty_like(x)
     x, ids, gates = x.contiguous(), ids.contiguous(), gates.contiguous()
+    if x.shape[0] <= ONE and not weights.layout.transposed:  # transposed rows are not contiguous
+        return _one(x, ids, gates, weights)
     return _few(x, ids, gates, weights, arrived) if x.shape[0] <= FEW else _many(x, ids, gates, weights)
 
 
 def arrivals(tokens: int, hidden: int, device: torch.device) -> Tensor:
     """A workspace for `run` that serves any call of at most `tokens` tokens."""
     return torch.zeros(tokens * triton.cdiv(hidden, 16), dtype=torch.int32, device=device)
+
+
+@cache
+def early_start(device: torch.device) -> dict[str, bool]:
+    """Launch options: from Hopper on, a kernel may start before the one in front of it has ended."""
+    able = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+    return {"EARLY": True, "launch_pdl": True} if able else {"EARLY": False}
 
 
 def _up_options(weights: Weights, tiles: Tiles, d: int) -> dict[str, object]:
@@ -95,6 +106,23 @@ def _down_options(weights: Weights, tiles: Tiles, m: int) -> dict[str, object]:
         "BN": tiles.bn_down, "BK": tiles.bk_down, "EVEN": m % tiles.bk_down == 0, "BIAS": weights.b_out is not None,
         "num_warps": tiles.warps_down, "num_stages": tiles.stages_down,
     }  # fmt: skip
+
+
+def _one(x: Tensor, ids: Tensor, gates: Tensor, weights: Weights) -> Tensor:
+    (tokens, k), (experts, d, m) = ids.shape, weights.shape
+    tiles, early = one_tiles(tokens, d, m), early_start(x.device)
+    h = torch.empty(tokens * k, m, dtype=x.dtype, device=x.device)
+    y = torch.empty(tokens, d, dtype=x.dtype, device=x.device)
+    b_in, b_out = _or(weights.b_in, x), _or(weights.b_out, x)
+    kernels.one_up[(triton.cdiv(m, tiles.bn_up), tokens * k)](
+        x, ids, weights.w_in, b_in, h, experts, d, m, x.stride(0), *weights.strides(weights.w_in), b_in.stride(0),
+        TOP_K=k, **early, **_up_options(weights, tiles, d),
+    )  # fmt: skip
+    kernels.one_down[(triton.cdiv(d, tiles.bn_down), tokens)](
+        h, ids, gates, weights.w_out, b_out, y, experts, d, m, *weights.strides(weights.w_out),
+        TOP_K=k, KP=power_of_two(k), **early, **_down_options(weights, tiles, m),
+    )  # fmt: skip
+    return y
 
 
 def _few(x: Tensor, ids: Tensor, gates: Tensor, weights: Weights, arrived: Tensor | None) -> Tensor:

@@ -1,9 +1,9 @@
 """Triton kernels. They know tensors, not models: slots, experts, projections.
 
-Two families share their arithmetic. `few_*` serve a handful of tokens: one program per (slot, tile of columns); the
-first slot of an expert takes along every other slot of it, so each needed expert is read once, and a skipped slot's
-program ends at once. `many_*` serve prompts: kept slots are sorted by expert on the device and multiplied in tiles.
-A slot is skipped where its id is not in [0, E).
+Three families, by number of tokens. `one_*`: a matrix-vector product per slot, whole rows in flight at once. `few_*`:
+one program per (slot, tile of columns); the first slot of an expert takes along every other slot of it, so each needed
+expert is read once. `many_*`: kept slots are sorted by expert on the device and multiplied in tiles. In all of them a
+skipped slot costs nothing but its program's first load. A slot is skipped where its id is not in [0, E).
 """
 
 from __future__ import annotations
@@ -78,6 +78,91 @@ def _dot_down(
     if BIAS:
         out += tl.load(b + e * d + n, mask=inside, other=0.0).to(tl.float32)[None, :]
     return out
+
+
+# ---- one token, or very few --------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _row_dot(rows, x, k, d, inside, EVEN: tl.constexpr):
+    """Rows [BN] of a matrix times x [BK]: [BN] in fp32."""
+    mask = inside[:, None] if EVEN else inside[:, None] & (k < d)[None, :]
+    w = tl.load(rows, mask=mask, other=0.0, eviction_policy="evict_first")
+    return tl.sum(w.to(tl.float32) * x[None, :], 1)
+
+
+@triton.jit
+def one_up(
+    x, ids, w, b, h, E, d, m, x_row, w_expert, w_row, w_col, b_row,
+    TOP_K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr, GATED: tl.constexpr,
+    INTERLEAVED: tl.constexpr, BIAS: tl.constexpr, KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
+    """h [S, m] ← act of the up product, slot by slot. Grid (tiles of m, S)."""
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    s = tl.program_id(1)
+    e = tl.load(ids + s)
+    if (e < 0) | (e >= E):
+        return
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    inside = n < m
+    gate_row = n * 2 if INTERLEAVED else n
+    up_row = gate_row + 1 if INTERLEAVED else n + m
+    base = w + e.to(tl.int64) * w_expert
+    gate = tl.zeros((BN,), tl.float32)
+    up = tl.zeros((BN,), tl.float32)
+    for start in range(0, d, BK):
+        k = start + tl.arange(0, BK)
+        v = tl.load(x + (s // TOP_K) * x_row + k, mask=k < d, other=0.0).to(tl.float32)
+        gate += _row_dot(base + gate_row[:, None] * w_row + k[None, :] * w_col, v, k, d, inside, EVEN)
+        if GATED:
+            up += _row_dot(base + up_row[:, None] * w_row + k[None, :] * w_col, v, k, d, inside, EVEN)
+    if BIAS:
+        gate += tl.load(b + e * b_row + gate_row, mask=inside, other=0.0).to(tl.float32)
+        if GATED:
+            up += tl.load(b + e * b_row + up_row, mask=inside, other=0.0).to(tl.float32)
+    if GATED:
+        out = _activate(gate, up, KIND, ALPHA, LIMIT)
+    else:
+        gate = tl.maximum(gate, 0.0)
+        out = gate * gate
+    tl.store(h + s * m + n, out.to(h.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def one_down(
+    h, ids, gates, w, b, y, E, d, m, w_expert, w_row, w_col,
+    TOP_K: tl.constexpr, KP: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr, BIAS: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
+    """y [T, d] ← Σ over a token's kept slots of gate · (h W_downᵀ). Grid (tiles of d, T).
+
+    All slots are one tile [KP, BN, BK]. With EARLY the kernel starts while the up product still runs: it fetches its
+    weights, which nobody is writing, and only then waits for h.
+    """
+    t = tl.program_id(1)
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    j = tl.arange(0, KP)
+    e = tl.load(ids + t * TOP_K + j, mask=j < TOP_K, other=-1)
+    kept = (e >= 0) & (e < E)
+    rows = w + tl.where(kept, e, 0).to(tl.int64)[:, None, None] * w_expert + n[None, :, None] * w_row
+    there = kept[:, None, None] & (n < d)[None, :, None]
+    part = tl.zeros((KP, BN), tl.float32)
+    for start in range(0, m, BK):
+        k = start + tl.arange(0, BK)
+        mask = there if EVEN else there & (k < m)[None, None, :]
+        tile = tl.load(rows + k[None, None, :] * w_col, mask=mask, other=0.0, eviction_policy="evict_first")
+        if EARLY:
+            tl.extra.cuda.gdc_wait()
+        v = tl.load(h + (t * TOP_K + j)[:, None] * m + k[None, :], mask=kept[:, None] & (k < m)[None, :], other=0.0)
+        part += tl.sum(tile.to(tl.float32) * v.to(tl.float32)[:, None, :], 2)
+    if BIAS:
+        bias = b + tl.where(kept, e, 0)[:, None] * d + n[None, :]
+        part += tl.load(bias, mask=kept[:, None] & (n < d)[None, :], other=0.0).to(tl.float32)
+    gate = tl.load(gates + t * TOP_K + j, mask=kept, other=0.0).to(tl.float32)
+    tl.store(y + t * d + n, tl.sum(part * gate[:, None], 0).to(y.dtype.element_ty), mask=n < d)
 
 
 # ---- few tokens ------------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import torch
 import triton
 from torch import Tensor
 
-from . import experts, rule_kernel
+from . import experts, route_kernel, rule_kernel
 from .activation import Activation
 from .experts import power_of_two
 
@@ -74,3 +74,40 @@ def run_experts(
 @run_experts.register_fake
 def _(x, *rest):
     return torch.empty_like(x)
+
+
+@torch.library.custom_op("ace_moe::route", mutates_args=("counts",))
+def route(
+    logits: Tensor,
+    first: Tensor | None,
+    second: Tensor | None,
+    threshold: Tensor,
+    token_mask: Tensor | None,
+    counts: Tensor,
+    top_k: int,
+    sigmoid: bool,
+    normalise: bool,
+    dtype: torch.dtype,
+    fusion: int,
+    gain: int,
+    min_active: int,
+    min_mass: float,
+) -> tuple[Tensor, Tensor]:
+    """logits [T, E] → ids (int64), gates [T, k] with the rule already applied; counts [2] += routed, kept."""
+    tokens, count = logits.shape
+    ids = torch.empty(tokens, top_k, dtype=torch.int64, device=logits.device)
+    gates = torch.empty(tokens, top_k, dtype=dtype, device=logits.device)
+    route_kernel.route[(tokens,)](
+        logits, ids if first is None else first, ids if second is None else second, threshold,
+        ids if token_mask is None else token_mask, counts, ids, gates, count, logits.stride(0),
+        K=top_k, KP=power_of_two(top_k), EP=power_of_two(count), SIGMOID=sigmoid, NORMALISE=normalise,
+        VIEWS=(first is not None) + (second is not None), FUSION=fusion, GAIN=gain, MIN_ACTIVE=min_active,
+        MIN_MASS=min_mass, MASKED=token_mask is not None, num_warps=1,
+    )  # fmt: skip
+    return ids, gates
+
+
+@route.register_fake
+def _(logits, first, second, threshold, token_mask, counts, top_k, sigmoid, normalise, dtype, *rest):
+    shape = (logits.shape[0], top_k)
+    return logits.new_empty(shape, dtype=torch.int64), logits.new_empty(shape, dtype=dtype)

@@ -22,22 +22,18 @@ def _rank(c, ids):
 
 
 @triton.jit
-def decide(
-    ids, gates, first, second, threshold, mask, counts, out_ids, out_gates, T, E,
-    K: tl.constexpr, KP: tl.constexpr, BT: tl.constexpr, VIEWS: tl.constexpr, FUSION: tl.constexpr, GAIN: tl.constexpr,
-    MIN_ACTIVE: tl.constexpr, MIN_MASS: tl.constexpr, MASKED: tl.constexpr,
+def settle(
+    e, raw, t, there, first, second, threshold, mask, counts, out_ids, out_gates, E,
+    K: tl.constexpr, VIEWS: tl.constexpr, FUSION: tl.constexpr, GAIN: tl.constexpr, MIN_ACTIVE: tl.constexpr,
+    MIN_MASS: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """out_ids, out_gates [T, k]: E in place of skipped experts, rescaled gates; counts += (routed, kept).
+    """Decide the slots of tokens t [BT]: ids e and gates raw [BT, KP], `there` where a slot exists.
 
     VIEWS 0: gate share, 1: table `first`, 2: both tables fused by FUSION 0 max, 1 min, 2 mean. GAIN 0 kept, 1 none, 2 power.
     """
-    t = tl.program_id(0) * BT + tl.arange(0, BT)
-    j = tl.arange(0, KP)
-    there = (t < T)[:, None] & (j < K)[None, :]
+    j = tl.arange(0, e.shape[1])
     at = t[:, None] * K + j[None, :]
-    e = tl.load(ids + at, mask=there, other=2147483647)
-    raw = tl.load(gates + at, mask=there, other=0.0)
-    gate = raw.to(tl.float32)
+    gate = tl.where(there, raw.to(tl.float32), 0.0)
     if VIEWS == 0:
         c = tl.abs(gate)
         c = c / (tl.sum(c, 1)[:, None] + 1e-8)
@@ -74,9 +70,28 @@ def decide(
         scaled = gate * tl.sqrt_rn(tl.where(kept > 0, tl.sum(square, 1)[:, None] / kept, 1.0))
     new = tl.where(untouched, raw, tl.where(keep, scaled, 0.0).to(raw.dtype))
     tl.store(out_gates + at, new, mask=there)
-    tl.store(out_ids + at, tl.where(keep, e, E), mask=there)
+    tl.store(out_ids + at, tl.where(keep, e, E).to(out_ids.dtype.element_ty), mask=there)
     real = there
     if MASKED:
-        real = there & (tl.load(mask + t, mask=t < T, other=0) != 0)[:, None]
+        real = there & (tl.load(mask + t) != 0)[:, None]
     tl.atomic_add(counts, tl.sum(tl.sum(real.to(tl.int64), 1), 0), sem="relaxed")
     tl.atomic_add(counts + 1, tl.sum(tl.sum((real & keep).to(tl.int64), 1), 0), sem="relaxed")
+
+
+@triton.jit
+def decide(
+    ids, gates, first, second, threshold, mask, counts, out_ids, out_gates, T, E,
+    K: tl.constexpr, KP: tl.constexpr, BT: tl.constexpr, VIEWS: tl.constexpr, FUSION: tl.constexpr, GAIN: tl.constexpr,
+    MIN_ACTIVE: tl.constexpr, MIN_MASS: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """out_ids, out_gates [T, k]: E in place of skipped experts, rescaled gates; counts += (routed, kept)."""
+    t = tl.program_id(0) * BT + tl.arange(0, BT)
+    j = tl.arange(0, KP)
+    there = (t < T)[:, None] & (j < K)[None, :]
+    at = t[:, None] * K + j[None, :]
+    e = tl.load(ids + at, mask=there, other=2147483647)
+    raw = tl.load(gates + at, mask=there, other=0.0)
+    settle(
+        e, raw, tl.minimum(t, T - 1), there, first, second, threshold, mask, counts, out_ids, out_gates, E,
+        K, VIEWS, FUSION, GAIN, MIN_ACTIVE, MIN_MASS, MASKED,
+    )  # fmt: skip

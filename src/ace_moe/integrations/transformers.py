@@ -17,12 +17,15 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.integrations.finegrained_fp8 import FP8ExpertsInterface, fp8_grouped_mm_experts_forward
 from transformers.integrations.moe import ExpertsInterface, grouped_mm_experts_forward
 
 from ..checkpoint.structure import is_registered
+from ..dispatch import FastPath
+from ..dispatch.routing import recognise
 from ..errors import IntegrationError
 from ..skipper import DECODE, PREFILL, Skipper, Step
 
@@ -36,11 +39,18 @@ def _implementation(stock: Callable[..., Tensor]) -> Callable[..., Tensor]:
         skipper = getattr(self, CHILD, None)
         if skipper is None:
             return stock(self, hidden_states, top_k_index, top_k_weights)
-        ids, gates = skipper(hidden_states, top_k_index, top_k_weights, self.num_experts)
+        ids, gates = top_k_index, top_k_weights
+        if not _routed(skipper, hidden_states.shape[0]):
+            ids, gates = skipper(hidden_states, ids, gates, self.num_experts)
         run = stock if skipper.fast is None else skipper.fast.experts
         return run(self, hidden_states, ids, gates)
 
     return forward
+
+
+def _routed(skipper: Skipper, tokens: int) -> bool:
+    """Whether the router's hook has applied the rule already."""
+    return skipper.fast is not None and skipper.observer is None and skipper.fast.routes(tokens)
 
 
 ExpertsInterface.register(IMPLEMENTATION, _implementation(grouped_mm_experts_forward))
@@ -56,9 +66,11 @@ class Attachment:
         skippers: dict[str, Skipper],
         step: Step,
         routers: dict[str, str | None] | None = None,
+        top_k: dict[str, int] | None = None,
     ):
-        """`skippers` and their `routers` by the path of the experts module. On any error the model is left as it was."""
-        self.model, self.skippers, self.step, self.routers = model, skippers, step, routers or {}
+        """Skippers, their routers and k, by the path of the experts module. On any error the model is left as it was."""
+        self.model, self.skippers, self.step = model, skippers, step
+        self.routers, self.top_k = routers or {}, top_k or {}
         self._undo: list[Callable[[], object]] = []
         try:
             self._install()
@@ -78,6 +90,8 @@ class Attachment:
                 self._hook_unregistered(path, module, skipper)
             if skipper.policy.needs_logits:
                 self._hook_router(path, skipper)
+            if skipper.fast is not None:
+                self._take_over_router(path, skipper, skipper.fast)
         if any(registered):
             self._switch_implementation()
         handle = self.model.register_forward_pre_hook(self._begin, with_kwargs=True, prepend=True)
@@ -140,6 +154,29 @@ class Attachment:
             skipper.logits = logits.reshape(-1, logits.shape[-1])
 
         self._undo.append(self.model.get_submodule(router).register_forward_hook(hook).remove)
+
+    def _take_over_router(self, path: str, skipper: Skipper, fast: FastPath) -> None:
+        """Where the router is a plain top-k, routing and rule become one kernel for few tokens."""
+        if self.routers.get(path) is None:
+            return
+        router = self.model.get_submodule(str(self.routers[path]))
+        fast.top_k = recognise(router, self.top_k[path])
+        if fast.top_k is None:
+            return
+        stock = router.forward
+
+        def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+            hidden = hidden_states.reshape(-1, hidden_states.shape[-1])
+            if not _routed(skipper, hidden.shape[0]):
+                return stock(hidden_states, *args, **kwargs)
+            logits, phase = F.linear(hidden, router.weight), self.step.phase
+            tables = {name: getattr(skipper, f"table_{name}") for name in skipper.policy.needs}
+            state = (tables, skipper.threshold[phase], self.step.token_mask(hidden.shape[0]), skipper.counts[phase])
+            ids, gates = fast.route(logits, *state)
+            return logits, gates, ids
+
+        router.forward = forward
+        self._undo.append(lambda: delattr(router, "forward"))
 
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Before a pass: its phase (prefill = more than one token a row) and its padding mask."""

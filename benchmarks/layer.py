@@ -1,0 +1,94 @@
+"""The experts of one MoE layer: our kernels against stock grouped_mm, Qwen3-30B-A3B shapes, uniform routing.
+
+    python benchmarks/layer.py [--tokens 1 2 4 8 16 32 64 256 1024 4096] [--profile] [--out FILE]
+
+Every time is a CUDA graph over 8 layers' distinct weights and routings, medians. `bytes` counts each needed expert once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import torch
+from check_gpu import experts_module
+from transformers.integrations.moe import grouped_mm_experts_forward
+from tune import EXPERTS, HIDDEN, MIDDLE, graph_time, layer, read_ceiling, routing
+
+from ace_moe.dispatch import experts as dispatch
+
+BYTES_PER_EXPERT = 3 * HIDDEN * MIDDLE * 2
+
+
+def stock_layers(weights):
+    modules = []
+    for w in weights:
+        module = experts_module(2, 64, 64, torch.bfloat16)
+        module.num_experts = EXPERTS
+        module.gate_up_proj, module.down_proj = torch.nn.Parameter(w.w_in, False), torch.nn.Parameter(w.w_out, False)
+        modules.append(module)
+    return modules
+
+
+def measure(tokens, skip, weights, modules):
+    inputs = [routing(tokens, skip, seed) for seed in range(len(weights))]
+    arrived = dispatch.arrivals(max(tokens, 1), HIDDEN, torch.device("cuda"))
+    pairs = list(zip(inputs, weights, modules, strict=True))
+    ours = graph_time(lambda: [dispatch.run(*i, w, arrived) for i, w, _ in pairs]) / len(weights)
+    with torch.no_grad():
+        compact = [(x, ids, gates.bfloat16()) for x, ids, gates in inputs]
+        stock = graph_time(
+            lambda: [grouped_mm_experts_forward(m, *i) for i, m in zip(compact, modules, strict=True)]
+        ) / len(weights)
+    union = sum(len(ids[ids < EXPERTS].unique()) for _, ids, _ in inputs) / len(inputs)
+    kept = sum(int((ids < EXPERTS).sum()) for _, ids, _ in inputs) / sum(ids.numel() for _, ids, _ in inputs)
+    return {"tokens": tokens, "kept": kept, "union": union, "ours_us": ours, "stock_us": stock,
+            "tb_s": union * BYTES_PER_EXPERT / ours / 1e6}  # fmt: skip
+
+
+def profile(tokens, skip, weights):
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as record
+
+    inputs = routing(tokens, skip)
+    dispatch.run(*inputs, weights[0])
+    with record(activities=[ProfilerActivity.CUDA]) as seen:
+        for w in weights:
+            dispatch.run(*inputs, w)
+        torch.cuda.synchronize()
+    for event in sorted(seen.key_averages(), key=lambda e: -e.self_device_time_total)[:9]:
+        print(f"      {event.self_device_time_total / len(weights):8.1f} us  {event.key[:60]}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64, 256, 1024, 4096])
+    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    weights = [layer(seed) for seed in range(8)]
+    modules = stock_layers(weights)
+    ceiling = read_ceiling()
+    print(f"{torch.cuda.get_device_name()}, read ceiling {ceiling:.2f} TB/s")
+    rows = []
+    for tokens in options.tokens:
+        for skip in (0.0, 0.6):
+            row = measure(tokens, skip, weights, modules)
+            rows.append(row)
+            print(
+                f"{tokens:6d} tokens, kept {row['kept']:.2f}, {row['union']:5.1f} experts: ours {row['ours_us']:7.1f} us "
+                f"({row['tb_s']:.2f} TB/s, {row['tb_s'] / ceiling:.0%}), stock {row['stock_us']:7.1f} us "
+                f"= {row['stock_us'] / row['ours_us']:.2f}x",
+                flush=True,
+            )
+            if options.profile:
+                profile(tokens, skip, weights)
+    if options.out:
+        command = "python benchmarks/layer.py --tokens " + " ".join(map(str, options.tokens))
+        result = {"command": command, "device": torch.cuda.get_device_name(), "ceiling_tb_s": ceiling, "rows": rows}
+        options.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,56 @@
+"""Routers that are a plain top-k, recognised by trying them, so that routing and rule can be one kernel."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+FEW = 64  # tokens up to which one program a token beats torch's top-k
+
+
+class TopK(NamedTuple):
+    """softmax or sigmoid of x Wᵀ, the k largest, divided by their sum or not."""
+
+    top_k: int
+    sigmoid: bool
+    normalise: bool
+
+
+def reference(kind: TopK, logits: Tensor) -> tuple[Tensor, Tensor]:
+    """ids, gates [T, k] in fp32, the kernel's arithmetic in torch."""
+    scores = logits.float().sigmoid() if kind.sigmoid else logits.float().softmax(-1)
+    gates, ids = scores.topk(kind.top_k, dim=-1)
+    return ids, gates / gates.sum(-1, keepdim=True) if kind.normalise else gates
+
+
+@torch.no_grad()
+def recognise(router: nn.Module, top_k: int) -> TopK | None:
+    """The kind whose logits, ids and gates equal the router's on random inputs; None for any other router."""
+    parameters = dict(router.named_parameters())
+    if set(parameters) != {"weight"} or any(True for _ in router.buffers()):
+        return None
+    weight = parameters["weight"]
+    x = torch.randn(32, weight.shape[1], generator=torch.Generator().manual_seed(0), dtype=torch.float32)
+    x = x.to(weight.device, weight.dtype)
+    output = router(x)
+    if not (isinstance(output, tuple) and len(output) == 3):
+        return None
+    logits, gates, ids = output
+    if not torch.equal(logits.reshape(32, -1), F.linear(x, weight)):
+        return None
+    kinds = [TopK(top_k, s, n) for s in (False, True) for n in (True, False)]
+    return next((kind for kind in kinds if _agree(kind, logits, ids, gates)), None)
+
+
+def _agree(kind: TopK, logits: Tensor, ids: Tensor, gates: Tensor) -> bool:
+    """Compared by gate, since equal scores may be taken in any order."""
+    _, expected = reference(kind, logits)
+    got = gates.float().sort(-1, descending=True).values
+    tolerance = 1e-2 if gates.dtype != torch.float32 else 1e-5
+    scores = logits.float().sigmoid() if kind.sigmoid else logits.float().softmax(-1)
+    chosen = scores.gather(-1, ids)
+    same = torch.allclose(chosen.sort(-1, descending=True).values, scores.topk(kind.top_k, -1).values, rtol=1e-5)
+    return same and torch.allclose(got, expected, rtol=tolerance, atol=1e-6)
