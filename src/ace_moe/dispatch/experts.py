@@ -18,7 +18,7 @@ from .activation import Activation, recognise
 from .config import Tiles, few_tiles, many_tiles, one_tiles
 
 ONE = 4  # tokens up to which a product per slot is fastest
-FEW = 32  # tokens up to which one program can take all slots of an expert along
+FEW = 16  # tokens up to which one program takes all slots of an expert along
 
 
 @dataclass(frozen=True)

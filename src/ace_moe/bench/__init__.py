@@ -1,0 +1,1 @@
+"""Latency: time to first token and time per output token, skipped and unskipped, in one run."""
