@@ -32,3 +32,23 @@ def test_transfer_and_memory_claims_hold():
 def test_linked_files_exist():
     for link in re.findall(r"\]\(([^)#]+)\)", README):
         assert link.startswith("http") or (ROOT / link).exists(), link
+
+
+def test_speed_table_is_the_stored_result():
+    rows = stored("latency_h200.json")["rows"]
+    for what, tokens, batch in (("ttft", 1024, 1), ("ttft", 1024, 4), ("ttft", 1024, 16), ("tpot", 1, 1), ("tpot", 1, 16)):
+        stock, ours, skipped = (r for r in rows if (r["what"], r["tokens"], r["batch"]) == (what, tokens, batch))
+        digits = 1 if what == "ttft" else 2
+        cells = [f"{r['gpu_ms']:.{digits}f}" for r in (stock, ours, skipped)]
+        realised = f"{skipped['realised']:.1%}".replace("%", " %")
+        ratios = [f"{r['gpu_ms'] / skipped['gpu_ms']:.2f}×" for r in (stock, ours)]
+        assert f"| {cells[0]} | {cells[1]} | {cells[2]} ({realised}) | {ratios[0]} | {ratios[1]} |" in README
+
+
+def test_layer_claims_hold():
+    result = stored("layer_h200.json")
+    whole = [r for r in result["rows"] if r["kept"] == 1]
+    speed = [r["stock_us"] / r["ours_us"] for r in whole]
+    share = [r["tb_s"] / result["ceiling_tb_s"] for r in whole if r["tokens"] <= 64]
+    assert f"{min(speed):.1f}–{max(speed):.1f}× faster" in README
+    assert f"{min(share):.0%}–{max(share):.0%} of the measured".replace("%–", "–").replace("% of", " % of") in README
