@@ -36,7 +36,13 @@ def test_linked_files_exist():
 
 def test_speed_table_is_the_stored_result():
     rows = stored("latency_h200.json")["rows"]
-    for what, tokens, batch in (("ttft", 1024, 1), ("ttft", 1024, 4), ("ttft", 1024, 16), ("tpot", 1, 1), ("tpot", 1, 16)):
+    for what, tokens, batch in (
+        ("ttft", 1024, 1),
+        ("ttft", 1024, 4),
+        ("ttft", 1024, 16),
+        ("tpot", 1, 1),
+        ("tpot", 1, 16),
+    ):
         stock, ours, skipped = (r for r in rows if (r["what"], r["tokens"], r["batch"]) == (what, tokens, batch))
         digits = 1 if what == "ttft" else 2
         cells = [f"{r['gpu_ms']:.{digits}f}" for r in (stock, ours, skipped)]

@@ -4,6 +4,7 @@ import os
 
 import pytest
 import torch
+
 import zoo
 
 pytest.importorskip("triton")
