@@ -1,7 +1,8 @@
 """The plan: tables, thresholds, settings and model fingerprint in one safetensors file.
 
-Tensors `layers.<n>.<table>` (float32, [experts]); JSON metadata under the key `ace`. The file is written beside its
-target and moved over it in one step, so a half-written plan never replaces a good one.
+Tensors `layers.<n>.<table>` (float32; gsp and rcr are [experts], what some policies need beside has its own shape); JSON
+metadata under the key `ace`. The file is written beside its target and moved over it in one step, so a half-written plan
+never replaces a good one.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import json
 import os
 import re
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -24,6 +25,7 @@ from .errors import BudgetError, PlanError, brief, expand
 
 SCHEMA = 1
 TENSOR = re.compile(r"layers\.(?P<key>.+)\.(?P<table>[a-z_]+)")
+CORE = {"gsp", "rcr"}  # tables every plan has, unless it says why not
 Phase = Literal["both", "prefill", "decode"]
 
 
@@ -93,6 +95,22 @@ class Plan:
     undefined: dict[str, str] = field(default_factory=dict)
     thresholds: tuple[Threshold, ...] = ()
     other_weights: tuple[str, ...] = ()
+    calibrations: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    # ---- tables -----------------------------------------------------------------------------------------------
+
+    def with_tables(self, new: Mapping[str, Mapping[str, Tensor]], made: Mapping[str, Any] | None = None) -> Plan:
+        """The plan with further tables of every layer; `made` says of a calibration which text and settings it had."""
+        if set(new) != set(self.tables):
+            raise PlanError("A table needs values for every MoE layer of the plan's model. Build it on that model.")
+        tables = {key: {**layer, **new[key]} for key, layer in self.tables.items()}
+        names = {name for layer in new.values() for name in layer}
+        recorded = self.calibrations | ({name: dict(made) for name in sorted(names)} if made is not None else {})
+        return replace(self, tables=tables, calibrations=recorded)
+
+    def lacks(self, names: Iterable[str]) -> list[str]:
+        """Which of the named tables a policy needs are not in the plan."""
+        return [name for name in names if any(name not in layer for layer in self.tables.values())]
 
     # ---- thresholds -------------------------------------------------------------------------------------------
 
@@ -202,6 +220,7 @@ class Plan:
             "fingerprint": self.fingerprint,
             "undefined": self.undefined,
             "other_weights": list(self.other_weights),
+            "calibrations": self.calibrations,
             "thresholds": [asdict(t) for t in self.thresholds],
         }
 
@@ -219,6 +238,15 @@ class Plan:
                 f"{path}: the plan's metadata is damaged ({brief(error)}). Build it again with `ace tables`."
             ) from error
         return plan
+
+
+def missing_table(policy: str, table: str, calibrated: bool) -> str:
+    """What to say when a policy's table is not in the plan."""
+    how = "calibrate(plan, policy, model, windows)" if calibrated else "add_tables(plan, policy, model)"
+    return (
+        f"Policy {policy!r} needs the table {table}, which this plan does not have. Add it with "
+        f"`ace_moe.offline.{how}`, or use policy 'share', which needs none."
+    )
 
 
 def _brief(settings: Mapping[str, Any]) -> str:
@@ -263,6 +291,7 @@ def _from_parts(metadata: dict[str, str], tensors: dict[str, Tensor]) -> Plan:
         undefined=ace["undefined"],
         thresholds=tuple(Threshold.from_json(t) for t in ace["thresholds"]),
         other_weights=tuple(ace["other_weights"]),
+        calibrations=ace.get("calibrations", {}),
     )
 
 
@@ -279,6 +308,7 @@ def _checked(ace: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in (("model", ace["model"]), ("content", content), *ace["undefined"].items()):
         _expect(value, str, name)
     _expect(ace["other_weights"], list, "other_weights")
+    _expect(ace.get("calibrations", {}), dict, "calibrations")
     return structure
 
 
@@ -303,7 +333,7 @@ def _tables(tensors: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:
 def _check_tables(
     tables: dict[str, dict[str, Tensor]], structure: Mapping[str, Any], undefined: Mapping[str, str]
 ) -> None:
-    wanted = {"gsp", "rcr"} - set(undefined)
+    wanted = (CORE | {name for layer in tables.values() for name in layer}) - set(undefined)
     missing = [key for key in structure if not wanted <= set(tables.get(key, ()))]
     foreign = [key for key in tables if key not in structure]
     if missing or foreign:
@@ -311,13 +341,17 @@ def _check_tables(
             f"tables and layer list disagree (missing: {', '.join(missing[:5]) or 'none'}; foreign: "
             f"{', '.join(foreign[:5]) or 'none'}). The file was edited or cut; build it again with `ace tables`."
         )
+    levels = 1 + sum(layer["top_k"] - 1 for layer in structure.values())
     for key, layer in tables.items():
         for name, values in layer.items():
-            _check_values(f"layers.{key}.{name}", values, structure[key]["experts"])
+            _check_values(f"layers.{key}.{name}", values, structure[key], None if name in CORE else levels)
 
 
-def _check_values(name: str, values: Tensor, experts: int) -> None:
-    if values.dtype != torch.float32 or values.shape != (experts,):
+def _check_values(name: str, values: Tensor, layer: Mapping[str, Any], levels: int | None) -> None:
+    """Tables beside the core's may have one value, one per expert, pair, slot, or level of a budget shared by layers."""
+    experts = layer["experts"]
+    fits = values.shape == (experts,) if levels is None else set(values.shape) <= {experts, layer["top_k"], levels}
+    if values.dtype != torch.float32 or not fits:
         raise PlanError(
             f"{name} is {str(values.dtype).removeprefix('torch.')} {list(values.shape)}, not float32 [{experts}]. Build it "
             "again with `ace tables`."

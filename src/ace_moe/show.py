@@ -147,3 +147,110 @@ def print_model(console: Console, moe: MoEModel) -> None:
     console.print(table(f"MoE layers of {moe.name} ({moe.architecture})", columns, rows))
     for path in moe.not_covered:
         print_line(console, f"not covered: {path} (a text pass never reaches it)")
+
+
+# ---- comparisons --------------------------------------------------------------------------------------------------
+
+OFF = 0.005  # a realised ratio this far from the budget is marked
+
+
+def print_compare(console: Console, results: dict[str, Any], rival: str | None = None) -> None:
+    """One table for each gain: methods down, budgets across, the best of a column in bold."""
+    from .evaluate.compare import against
+
+    for gain in results["grid"]["gains"]:
+        console.print(_compare_table(results, gain))
+    if any(abs(c["realised"] - c["budget"]) > OFF for c in results["cells"]):
+        print_line(console, "* realised more than half a point off the budget: the results file has the ratio")
+    if rival is not None:
+        console.print(_rival_table(against(results, rival), rival))
+
+
+def _compare_table(results: dict[str, Any], gain: str) -> Table:
+    cells = {(c["method"], c["budget"]): c for c in results["cells"] if c["gain"] == gain}
+    budgets, dense = results["grid"]["budgets"], results["dense"]["perplexity"]
+    usable = [c for c in cells.values() if c["method"] not in results["references"]]
+    best = {b: min((c["perplexity"] for c in usable if c["budget"] == b), default=0.0) for b in budgets}
+    made = table(f"perplexity with gain {gain} ({dense:.2f} unskipped)", ["method", *(f"{b:.0%}" for b in budgets)], [])
+    for method in results["grid"]["methods"]:
+        row = [_compare_cell(cells.get((method, b)), best[b]) for b in budgets]
+        if any(row):
+            made.add_row(escape(method), *row)
+    return made
+
+
+def _compare_cell(cell: dict[str, Any] | None, best: float) -> str:
+    if cell is None:
+        return ""
+    text = f"{cell['perplexity']:.2f}{'*' if abs(cell['realised'] - cell['budget']) > OFF else ''}"
+    return f"[bold]{text}[/]" if cell["perplexity"] == best else text
+
+
+def _rival_table(rows: Sequence[dict[str, Any]], rival: str) -> Table:
+    lines = [
+        [
+            r["method"],
+            r["gain"],
+            f"{r['budget']:.0%}",
+            f"{r['value']:+.2%}",
+            f"{r['low']:+.2%} … {r['high']:+.2%}",
+            f"{r['p']:.3f}",
+        ]
+        for r in rows
+    ]
+    return table(f"perplexity against {rival}", ["method", "gain", "budget", "change", "95 % interval", "p"], lines)
+
+
+def _stem(name: str) -> str:
+    return Path(name).stem
+
+
+def print_thresholds(console: Console, results: dict[str, Any]) -> None:
+    budgets = results["budgets"]
+    columns = [f"{b:.0%}" for b in budgets]
+    own = {(r["workload"], r["budget"]): r for r in results["workloads"]}
+    names = list(dict.fromkeys(r["workload"] for r in results["workloads"]))
+    rows = [[_stem(n), *(f"{own[n, b]['threshold']:.6f}" if (n, b) in own else "" for b in budgets)] for n in names]
+    console.print(table("threshold by workload", ["workload", *columns], rows))
+    carried = {(r["from"], r["to"], r["budget"]): r["realised"] for r in results["transfers"]}
+    pairs = list(dict.fromkeys((a, b) for a, b, _ in carried))
+    rows = [
+        [f"{_stem(a)} → {_stem(b)}", *(f"{carried[a, b, x]:.2%}" if (a, b, x) in carried else "" for x in budgets)]
+        for a, b in pairs
+    ]
+    console.print(table("realised when carried to another workload", ["from → to", *columns], rows))
+    rows = [[r["way"], str(r["passes"]), f"{r['seconds']:.1f}", f"{100 * r['worst']:.2f}"] for r in results["cost"]]
+    console.print(table("cost of mapping all budgets", ["way", "passes", "seconds", "worst miss, points"], rows))
+
+
+def correlation_table(found: dict[str, dict[str, dict[str, float]]]) -> Table:
+    kinds = {"pearson": "pearson", "spearman": "spearman", "expert_pearson": "by expert", "expert_spearman": "spearman"}
+    rows = [
+        [key, name, *(f"{values[kind]:.2f}" for kind in kinds)]
+        for key, layer in found.items()
+        for name, values in layer.items()
+    ]
+    return table("tables against the norm of expert outputs", ["layer", "table", *kinds.values()], rows)
+
+
+def print_perplexity(console: Console, results: dict[str, Any], protocol: str, window: int) -> None:
+    low, high = results["interval"]
+    print_line(
+        console,
+        f"perplexity {results['perplexity']:.4f} (95 % interval {low:.2f} – {high:.2f}); protocol {protocol}, "
+        f"{results['windows']} windows of {window:,} tokens, {results['targets']:,} counted",
+    )
+    if results["ace"] is not None:
+        print_line(console, f"requested {results['setup']['skip']:.1%}, realised {results['ace']['realised']:.2%}")
+
+
+def tasks_table(results: dict[str, Any]) -> Table:
+    rows = []
+    for c in results["cells"]:
+        change = c["change"]
+        against = f"{100 * change['value']:+.2f} ({change['low']:+.1%} … {change['high']:+.1%})" if change else ""
+        low, high = c["interval"]
+        value = f"{100 * c['value']:.2f} ({low:.1%} – {high:.1%})"
+        rows.append([c["task"], c["metric"], f"{c['skip']:.0%}", f"{c['realised']:.2%}", value, against])
+    columns = ["task", "metric", "budget", "realised", "score", "against unskipped"]
+    return table(f"tasks: {results['settings']}", columns, rows)

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from .budget import Histogram
 from .dispatch import FastPath
+from .errors import PlanError
+from .plan import missing_table
 from .policies import Decision, Policy, Routing, TokenPolicy
+from .policies.calibration import answers, router_logits
 
 PREFILL, DECODE = 0, 1
 
@@ -30,6 +34,10 @@ class Step:
             return None
         return mask[:, -self.tokens :].reshape(-1) != 0
 
+    def length(self, tokens: int) -> int:
+        """Tokens of one sequence where `tokens` are whole sequences of this pass, else 0."""
+        return self.tokens if self.tokens and tokens % self.tokens == 0 else 0
+
 
 class Skipper(nn.Module):
     """Decides the slots of one layer and counts them. τ and tables are buffers: changing a budget recompiles nothing."""
@@ -44,17 +52,24 @@ class Skipper(nn.Module):
         self.fast: FastPath | None = None  # kernels for the rule and the experts, where they can run
         self.owner: tuple[nn.Module, ...] = ()  # the experts module, in a tuple so that it is not taken for a child
         self.logits: Tensor | None = None  # the router's, set by a hook where the policy needs them
-        self.register_buffer("threshold", torch.zeros(2), persistent=False)
+        self.register_buffer("threshold", torch.zeros(2, dtype=torch.float32), persistent=False)
         self.register_buffer("counts", torch.zeros(2, 2, dtype=torch.int64), persistent=False)
         self.table_names = policy.needs
         for name in policy.needs:
+            if name not in tables:
+                raise PlanError(missing_table(policy.name, name, policy.calibrated))
             self.register_buffer(f"table_{name}", tables[name].float().clone(), persistent=False)
 
     def forward(self, hidden: Tensor, ids: Tensor, gates: Tensor, sentinel: int) -> tuple[Tensor, Tensor]:
         """hidden [T, d], ids, gates [T, k] → ids, gates for the dispatch, `sentinel` in place of skipped experts."""
         phase, token_mask = self.step.phase, self.step.token_mask(ids.shape[0])
         tables = {name: getattr(self, f"table_{name}") for name in self.table_names}
-        routing = Routing(ids, gates, tables, self.threshold[phase], self.logits, hidden, token_mask)
+        logits = None if self.logits is None else router_logits(self.logits, sentinel)
+        norms = partial(self._norms, hidden, ids) if self.policy.needs_norms else None
+        length = 0 if self.policy.token_local else self.step.length(ids.shape[0])
+        routing = Routing(
+            ids, gates, tables, self.threshold[phase], logits, hidden, token_mask, length=length, norms=norms
+        )
         if self.fast is not None and self.observer is None:
             return self.fast.rule(routing, self.counts[phase], sentinel)
         decision = self._decide(routing)
@@ -67,6 +82,10 @@ class Skipper(nn.Module):
         protected = self.policy.protected(routing)
         self.observer.add(protected, routing.token_mask)
         return self.policy.settle(routing, protected)
+
+    def _norms(self, hidden: Tensor, ids: Tensor) -> Tensor:
+        """‖f_e(x)‖ of every slot, [T, k], by the experts themselves."""
+        return answers(self.owner[0], hidden, ids).norm(dim=-1)
 
     def count(self, keep: Tensor, phase: int, token_mask: Tensor | None) -> None:
         """Routed and kept slots of real tokens, without a host sync."""

@@ -27,6 +27,7 @@ from ..checkpoint.structure import is_registered
 from ..dispatch import FastPath
 from ..dispatch.routing import recognise
 from ..errors import IntegrationError
+from ..policies.calibration import router_logits
 from ..skipper import DECODE, PREFILL, Skipper, Step
 
 IMPLEMENTATION = "ace"
@@ -150,8 +151,7 @@ class Attachment:
             )
 
         def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            logits = output[0] if isinstance(output, tuple) else output
-            skipper.logits = logits.reshape(-1, logits.shape[-1])
+            skipper.logits = router_logits(output, int(self.model.get_submodule(path).num_experts))
 
         self._undo.append(self.model.get_submodule(router).register_forward_hook(hook).remove)
 

@@ -6,10 +6,34 @@ from typing import Any
 
 from ..errors import BudgetError
 from .ace import Ace
-from .base import Decision, Policy, Routing, TokenPolicy, parameters_of
+from .aimer import Aimer, AimerPruning
+from .alloc import AllocL, AllocT
+from .base import Decision, Policy, Routing, Tables, TokenPolicy, parameters_of
+from .diep import Diep, DiepAsCompared
+from .expert_sparsity import ExpertSparsity, ExpertSparsityAsCompared
+from .fixed import Fixed
+from .lexi import Lexi
+from .modes import Modes, ModesAsCompared
+from .naee import Naee, NaeeAsCompared
+from .oea import Oea
+from .oracle import Oracle, RawOracle
+from .pesf import Pesf
+from .random import Random
+from .reap import Reap, ReapPruning
+from .relative import Relative
+from .score import Score, ScoreAsCompared
+from .sere import Sere, SereAsCompared
 from .single import Gsp, Rcr, Share
+from .top_p import TopP
+from .xshare import XShare, XShareAsCompared
 
-POLICIES: dict[str, type[Policy]] = {cls.name: cls for cls in (Ace, Gsp, Rcr, Share)}
+ALL: tuple[type[Policy], ...] = (
+    *(Ace, Gsp, Rcr, Share, Random, Score, Relative, TopP, Fixed, Aimer, Naee, Modes, Reap, Pesf, Oracle, RawOracle),
+    *(AllocT, AllocL, Lexi, Sere, XShare, Oea, ExpertSparsity, Diep, ReapPruning, AimerPruning),
+    *(ScoreAsCompared, NaeeAsCompared, ExpertSparsityAsCompared, DiepAsCompared, SereAsCompared, XShareAsCompared),
+    ModesAsCompared,
+)
+POLICIES: dict[str, type[Policy]] = {cls.name: cls for cls in ALL}
 PRESETS: dict[str, Policy] = {"paper": Ace(fusion="max", gain="kept", min_active=1, min_mass=0.0)}
 
 
@@ -28,4 +52,17 @@ def make(policy: str | Policy = "ace", **settings: Any) -> Policy:
     return cls(**settings)
 
 
-__all__ = ["POLICIES", "PRESETS", "Ace", "Decision", "Gsp", "Policy", "Rcr", "Routing", "Share", "TokenPolicy", "make"]
+__all__ = [
+    "POLICIES",
+    "PRESETS",
+    "Ace",
+    "Decision",
+    "Gsp",
+    "Policy",
+    "Rcr",
+    "Routing",
+    "Share",
+    "Tables",
+    "TokenPolicy",
+    "make",
+]

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
+import torch
 from torch import Tensor
 
 from .. import rule
 from ..errors import BudgetError
 from ..rule import GAINS, Gain
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from ..text import Windows
+
 COMMON = ("gain", "min_active", "min_mass")
+Mapped = Literal["quantile", "search"]
+Tables = dict[str, dict[str, Tensor]]  # by layer key, then by name
 
 
 class Routing(NamedTuple):
@@ -26,6 +34,8 @@ class Routing(NamedTuple):
     logits: Tensor | None = None
     hidden: Tensor | None = None
     token_mask: Tensor | None = None
+    length: int = 0  # tokens of one sequence in this pass; 0 if unknown: then the pass counts as one sequence
+    norms: Callable[[], Tensor] | None = None  # ‖f_e(x)‖ of every slot, [T, k]: runs every slot's expert
 
 
 class Decision(NamedTuple):
@@ -38,11 +48,20 @@ class Decision(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Policy(ABC):
-    """A method that decides slots. Safeguards and gain are common to all; other fields are its own parameters."""
+    """A method that decides slots. Safeguards and gain are common to all; other fields are its own parameters.
+
+    Its one knob is the threshold: 0 returns the router's own slots, larger skips more. The defaults of a subclass are
+    the cited method's; what its sources do not say is named in its docstring.
+    """
 
     name: ClassVar[str]
     needs: ClassVar[tuple[str, ...]] = ()  # tables
     needs_logits: ClassVar[bool] = False  # what the router module returns first, [T, E]
+    needs_norms: ClassVar[bool] = False  # ‖f_e(x)‖ of every slot
+    token_local: ClassVar[bool] = False  # whether a token is decided by itself, whatever its batch or sequence
+    calibrated: ClassVar[bool] = False  # whether `calibrate` makes some of its tables
+    mapping: ClassVar[Mapped] = "search"  # how a budget becomes a threshold
+    limits: ClassVar[str] = ""  # why a budget may be missed, for messages
 
     gain: Gain = "power"
     min_active: int = 1
@@ -74,10 +93,43 @@ class Policy(ABC):
     @abstractmethod
     def route(self, routing: Routing) -> Decision: ...
 
+    def calibrate(self, model: PreTrainedModel, windows: Windows | None) -> Tables:
+        """The tables that need a running model, by layer; names start with the policy's. The model is left as it was."""
+        return {}
+
+    def guarded(self, routing: Routing, keep: Tensor) -> Tensor:
+        """keep [T, k] and what the safeguards add, for policies that have no contribution: those go by gate share."""
+        own = rule.share(routing.gates)
+        return keep | rule.protect(own, routing.gates, routing.ids, self.min_active, self.min_mass).isinf()
+
+    def skip(self, routing: Routing, keep: Tensor) -> Decision:
+        """The decision that runs the slots in `keep` and no others."""
+        return Decision(routing.ids, rule.rescale(routing.gates, keep, self.gain), keep)
+
+    def reroute(self, routing: Routing, ids: Tensor, gates: Tensor, keep: Tensor) -> Decision:
+        """The decision that runs other slots than the routed ones: the gain compares their gates with the router's."""
+        before, after = routing.gates.float(), torch.where(keep, gates.float(), 0.0)
+        scaled = after * _gain_between(before, after, self.gain)
+        changed = (~keep | (ids != routing.ids)).any(-1, keepdim=True)
+        return Decision(ids, torch.where(changed, scaled.to(routing.gates.dtype), routing.gates), keep)
+
+
+def _gain_between(before: Tensor, after: Tensor, gain: Gain) -> Tensor:
+    """`rule.gain_factor` for gates that were changed as well as left out; [T, 1]."""
+    if gain == "none":
+        return torch.ones_like(before[..., :1])
+    power = 2 if gain == "power" else 1
+    every, kept = (g.pow(power).sum(-1, keepdim=True) for g in (before, after))
+    factor = torch.where(kept > 0, every / kept, 1.0)
+    return factor.sqrt() if gain == "power" else factor
+
 
 @dataclass(frozen=True, kw_only=True)
 class TokenPolicy(Policy):
     """Decides each token by itself: skip the slots whose contribution is under the threshold."""
+
+    mapping: ClassVar[Mapped] = "quantile"
+    token_local: ClassVar[bool] = True
 
     @abstractmethod
     def contribution(self, routing: Routing) -> Tensor:

@@ -24,10 +24,15 @@ class Gsp(TokenPolicy):
 
 @dataclass(frozen=True, kw_only=True)
 class Rcr(Gsp):
-    """c_i = g_i A_RCR(e_i) / Σ_j g_j A_RCR(e_j)."""
+    """c_i = g_i A_RCR(e_i) / Σ_j g_j A_RCR(e_j). `centred=False`: router rows as they are, as in the authors' release."""
 
     name: ClassVar[str] = "rcr"
-    needs: ClassVar[tuple[str, ...]] = ("rcr",)
+
+    centred: bool = True
+
+    @property
+    def needs(self) -> tuple[str, ...]:  # type: ignore[override]
+        return ("rcr" if self.centred else "rcr_uncentred",)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,36 +1,43 @@
-"""Tables: one number per expert, computed from weights alone, with mean 1 in its layer."""
+"""Tables computed from weights alone: one number per expert with mean 1 in its layer, or one per pair of experts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
 from ..checkpoint.records import MoELayer
 from ..errors import CheckpointError, StructureError
-from . import gsp, rcr
+from . import aimer, gsp, rcr, signature
 
 EPSILON = 1e-8
-TABLES: dict[str, Callable[[MoELayer], Tensor]] = {"gsp": gsp.raw, "rcr": rcr.raw}
+BUILT = ("gsp", "rcr")  # what every plan has; others are built on request
+TABLES: dict[str, Callable[[MoELayer], Tensor]] = {
+    "gsp": gsp.raw,
+    "rcr": rcr.raw,
+    "rcr_uncentred": rcr.uncentred,
+    "aimer": aimer.raw,
+    "sere_weights": signature.raw,
+}
 
 
 def table(name: str, layer: MoELayer) -> Tensor:
-    """The named table of one layer: [E], float32, mean 1."""
+    """The named table of one layer, float32: [E] with mean 1, or [E, E] as it is."""
     values = TABLES[name](layer).float()
     if not values.isfinite().all():  # NaN and infinite experts end up here: every weight of an expert enters its number
-        expert = int((~values.isfinite()).nonzero()[0])
+        expert = int((~values.isfinite()).nonzero()[0, 0])
         raise CheckpointError(
             f"Layer {layer.key}: {layer.path} has NaN, infinite or overflowing weights (expert {expert}, table {name}). "
             "The checkpoint is damaged or was saved after a diverged training step; download it again."
         )
-    return (values / (values.mean() + EPSILON)).cpu()
+    return (values if values.dim() > 1 else values / (values.mean() + EPSILON)).cpu()
 
 
-def tables(layer: MoELayer) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Every table that has a meaning for this layer, and for the others the reason why not."""
+def tables(layer: MoELayer, names: Sequence[str] = BUILT) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The named tables that have a meaning for this layer, and for the others the reason why not."""
     found: dict[str, Tensor] = {}
     undefined: dict[str, str] = {}
-    for name in TABLES:
+    for name in names:
         try:
             found[name] = table(name, layer)
         except StructureError as error:

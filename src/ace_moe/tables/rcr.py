@@ -19,13 +19,21 @@ EPSILON = 1e-8  # the paper names no value
 
 def raw(layer: MoELayer) -> Tensor:
     """[E], before the layer's mean is taken out."""
-    q = prototypes(layer)
+    return _response(layer, prototypes(layer))
+
+
+def uncentred(layer: MoELayer) -> Tensor:
+    """The same with w̃ = w: what the authors' release computes unless told otherwise."""
+    return _response(layer, prototypes(layer, centre=False))
+
+
+def _response(layer: MoELayer, q: Tensor) -> Tensor:
     return layer.respond(q).norm(dim=1) / (q.norm(dim=1) + EPSILON)
 
 
-def prototypes(layer: MoELayer) -> Tensor:
+def prototypes(layer: MoELayer, centre: bool = True) -> Tensor:
     """One input of RMS 1 per expert, [E, d]."""
     if layer.router_rows is None:
         raise StructureError(f"RCR is undefined: {layer.undefined['rcr']}.")
-    centred = layer.router_rows - layer.router_rows.mean(dim=0, keepdim=True)
+    centred = layer.router_rows - layer.router_rows.mean(dim=0, keepdim=True) if centre else layer.router_rows
     return centred / (centred.square().mean(dim=1, keepdim=True).sqrt() + EPSILON)

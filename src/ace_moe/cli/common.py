@@ -1,0 +1,112 @@
+"""What the commands share: the app, its streams, options that mean the same everywhere, and how errors are shown."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+import typer.core
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from ..errors import AceError, BudgetError, brief
+
+
+class Commands(typer.core.TyperGroup):
+    """typer would exit on Ctrl-C without a word."""
+
+    def invoke(self, ctx: typer.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            err.print("interrupted; nothing half-written is left behind")
+            raise typer.Exit(130) from None
+
+
+app = typer.Typer(
+    cls=Commands,
+    add_completion=False,
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    help="Skip the expert slots of a Mixture-of-Experts model that contribute little.",
+)
+out, err = Console(), Console(stderr=True)
+MOST_BUDGETS = 1000  # each takes passes of the model; a range this long has a step with a zero too many
+
+Model = Annotated[str, typer.Argument(help="A checkpoint folder or a hub repository (owner/name).", metavar="MODEL")]
+PlanPath = Annotated[Path, typer.Option("--plan", "-p", help="The plan file.", metavar="PLAN")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
+Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1 … Default: the GPU if there is one.")]
+PolicyName = Annotated[str, typer.Option(help="The method that decides slots: ace, gsp, rcr, share …")]
+Preset = Annotated[str | None, typer.Option(help="paper: the paper's method, unchanged.")]
+GainName = Annotated[str | None, typer.Option(help="How kept gates are rescaled: power, kept, none.")]
+MinActive = Annotated[int | None, typer.Option(help="Experts that always run for a token.")]
+MinMass = Annotated[float | None, typer.Option(help="Share of a token's gate mass that always runs.")]
+AllowOtherWeights = Annotated[bool, typer.Option(help="The model is a quantised copy of the plan's.")]
+
+
+def main() -> None:
+    """Run the command; an error of ours, or of the file system, is one paragraph and exit code 1."""
+    warnings.showwarning = lambda message, *_, **__: note(message)
+    try:
+        app()
+    except (AceError, OSError) as error:
+        err.print(f"[bold red]error:[/] {escape(_paragraph(error))}", highlight=False, soft_wrap=True)
+        sys.exit(1)
+
+
+def _paragraph(error: Exception) -> str:
+    if isinstance(error, AceError):
+        return str(error)
+    return f"The system refused a file or folder: {brief(error)}. Check its path, permissions and free space."
+
+
+def note(message: object) -> None:
+    """One line on the error stream beside the result."""
+    err.print(f"[yellow]note:[/] {escape(str(message))}", highlight=False, soft_wrap=True)
+
+
+@contextmanager
+def progress(label: str, total: int | None) -> Iterator[Callable[[], None]]:
+    """A bar on the error stream; yields the function that moves it by one."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=err, transient=True) as bar:
+        task = bar.add_task(label, total=total)
+        yield lambda: bar.advance(task)
+
+
+def settings(
+    policy: str, preset: str | None, gain: str | None, min_active: int | None, min_mass: float | None
+) -> dict[str, Any]:
+    """Constructor options of ACE; what the user left out keeps the policy's own default."""
+    common = {"gain": gain, "min_active": min_active, "min_mass": min_mass}
+    given = {k: v for k, v in common.items() if v is not None}
+    return ({"preset": preset} if preset else {"policy": policy}) | given
+
+
+def parse_budgets(text: str) -> list[float]:
+    """ "0.1:0.6:0.1" (from : to : step) or "0.1,0.5"."""
+    try:
+        if ":" not in text:
+            return [float(part) for part in text.split(",")]
+        start, stop, step = (float(part) for part in text.split(":"))
+        count = math.floor((stop - start) / step + 1e-6) + 1
+        if not 1 <= count <= MOST_BUDGETS:
+            raise ValueError
+        return [round(start + i * step, 9) for i in range(count)]
+    except (ValueError, ArithmeticError):
+        raise BudgetError(
+            f"Budgets are fractions such as 0.5, 0.1,0.3 or 0.1:0.6:0.1 (from : to : step); {text!r} is not."
+        ) from None
+
+
+def print_json(value: Any) -> None:
+    print(json.dumps(value, indent=1))

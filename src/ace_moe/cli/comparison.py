@@ -1,0 +1,234 @@
+"""Which method suits a model, and how sure that is: compare, report, study."""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from .. import show
+from .common import (
+    AsJson,
+    Device,
+    GainName,
+    MinActive,
+    MinMass,
+    Model,
+    PolicyName,
+    app,
+    note,
+    out,
+    parse_budgets,
+    print_json,
+    progress,
+    settings,
+)
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from ..plan import Plan
+    from ..text import Windows
+
+Text = Annotated[Path, typer.Option(help="Text to measure on: .txt, or .jsonl with `text`.")]
+Window = Annotated[int, typer.Option(help="Tokens in a window.")]
+Batch = Annotated[int, typer.Option(help="Windows at a time.")]
+Budgets = Annotated[str, typer.Option(help="Fractions to skip: 0.5, 0.1,0.3 or from:to:step.")]
+OptionalPlan = Annotated[
+    Path | None, typer.Option("--plan", "-p", help="Tables made before; else they are computed now.", metavar="PLAN")
+]
+Out = Annotated[Path, typer.Option("--out", "-o", help="The results file; if it is there, it is continued.")]
+
+
+@app.command(
+    epilog="Example: ace compare Qwen/Qwen3-30B-A3B --methods ace,share --text sample.txt --tokens 65536 -o results.json"
+)
+def compare(
+    model: Model,
+    text: Text,
+    methods: Annotated[str, typer.Option(help="all, or names: share,ace,ace:fusion=min …")] = "all",
+    budgets: Budgets = "0.1:0.6:0.1",
+    gains: Annotated[str, typer.Option(help="kept, power, none, or cited: each method's own.")] = "kept,power",
+    output: Out = Path("results.json"),
+    plan: OptionalPlan = None,
+    calibration: Annotated[
+        Path | None, typer.Option(help="Text for the methods that need one. Default: what follows the measured tokens.")
+    ] = None,
+    tokens: Annotated[int, typer.Option(help="Tokens of the text to measure on.")] = 16384,
+    window: Window = 1024,
+    batch: Batch = 1,
+    min_active: MinActive = None,
+    min_mass: MinMass = None,
+    correct: Annotated[bool, typer.Option(help="Correct τ on the skipped model until the realised ratio fits.")] = True,
+    rival: Annotated[str | None, typer.Option(help="Also show paired differences against this method.")] = None,
+    device: Device = None,
+    as_json: AsJson = False,
+) -> None:
+    """Perplexity of every method at every budget and gain, with intervals; a killed run goes on where it was."""
+    from ..evaluate.calibration import calibration_windows
+    from ..evaluate.compare import compare as measure
+    from ..evaluate.grid import Grid, parse_gains, parse_methods
+    from ..evaluate.mapping import Bench
+    from ..text import check_sizes, read_text
+
+    show.check_writable(output)
+    check_sizes(window, tokens, batch)
+    read_text(text)
+    common = {k: v for k, v in (("min_active", min_active), ("min_mass", min_mass)) if v is not None}
+    grid = Grid(parse_methods(methods), tuple(parse_budgets(budgets)), parse_gains(gains), common, correct)
+    loaded, tokenizer = _load(model, device)
+    windows = _windows(loaded, tokenizer, text, window, tokens)
+    learned, notice = calibration_windows(loaded, tokenizer, text, windows, calibration)
+    if notice and grid.calibrated:
+        note(notice)
+    bench, start = Bench(loaded, _plan(plan, model), windows, batch, learned), time.perf_counter()
+    with progress("cells", len(list(grid))) as tick:
+        results = measure(bench, grid, output, _facts(model, loaded, windows), tick)
+    if as_json:
+        return print_json({"out": str(output), "cells": len(results["cells"]), "refused": results["refused"]})
+    show.print_compare(out, results, rival)
+    for method, refused in results["refused"].items():
+        note(f"{method} at {', '.join(f'{b:.0%}' for b in refused['budgets'])}: {refused['reason']}")
+    show.print_line(
+        out, f"{output}: {len(results['cells'])} cells, {time.perf_counter() - start:.0f} s. Next: ace report {output}"
+    )
+
+
+def _load(model: str, device: str | None) -> tuple[PreTrainedModel, Any]:
+    from ..loading import load_model, load_tokenizer
+
+    tokenizer = load_tokenizer(model)
+    return load_model(model, device), tokenizer
+
+
+def _windows(loaded: PreTrainedModel, tokenizer: Any, text: Path, window: int, tokens: int) -> Windows:
+    from ..loading import load_windows
+
+    return load_windows(loaded, tokenizer, text, window, tokens)
+
+
+def _plan(path: Path | None, model: str) -> Plan:
+    from ..checkpoint import MoEModel
+    from ..offline import build_plan
+    from ..plan import Plan
+
+    if path is not None:
+        return Plan.load(path)
+    moe = MoEModel.open(model)
+    with progress("tables", len(moe)) as tick:
+        return build_plan(moe, tick=tick)
+
+
+def _facts(model: str, loaded: PreTrainedModel, windows: Windows) -> dict[str, Any]:
+    """What a reader of the results needs to know about the run."""
+    import torch
+    import transformers
+
+    from ..version import __version__
+
+    return {
+        "model": {"name": Path(model).name, "architecture": type(loaded).__name__},
+        "workload": {**asdict(windows.workload), "windows": windows.ids.shape[0], "window": windows.ids.shape[1]},
+        "environment": {
+            **{"ace_moe": __version__, "torch": torch.__version__, "transformers": transformers.__version__},
+            **{"device": loaded.device.type, "threads": torch.get_num_threads()},
+        },
+        "command": " ".join(["ace", *sys.argv[1:]]),
+    }
+
+
+@app.command(epilog="Example: ace report results.json -o report.html")
+def report(
+    results: Annotated[list[Path], typer.Argument(help="Files of ace compare, ace study and ace eval.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Where the page goes.")] = Path("report.html"),
+    rival: Annotated[str | None, typer.Option(help="The others are compared with this method. Default: ace.")] = None,
+    title: Annotated[str | None, typer.Option(help="Heading of the page. Default: the model's name.")] = None,
+) -> None:
+    """One page with curves, tables and heat maps; it needs no network and opens in any browser."""
+    from ..report.page import write_page
+
+    show.check_writable(output)
+    write_page(results, output, rival, title)
+    show.print_line(out, f"{output}: {output.stat().st_size / 1024:.0f} kB; open it in a browser")
+
+
+# ---- studies ------------------------------------------------------------------------------------------------------
+
+study = typer.Typer(no_args_is_help=True, rich_markup_mode="rich")
+app.add_typer(
+    study,
+    name="study",
+    help="Questions about one method: do its thresholds travel, do its tables know the truth?",
+    epilog="Example: ace study thresholds Qwen/Qwen3-30B-A3B --text wiki.txt --text code.jsonl",
+)
+
+
+@study.command(
+    "thresholds", epilog="Example: ace study thresholds MODEL --text wiki.txt --text code.jsonl -o thresholds.json"
+)
+def study_thresholds(
+    model: Model,
+    text: Annotated[list[Path], typer.Option(help="A workload; give the option once for each.")],
+    budgets: Budgets = "0.1:0.6:0.1",
+    output: Out = Path("thresholds.json"),
+    plan: OptionalPlan = None,
+    policy: PolicyName = "ace",
+    gain: GainName = None,
+    tokens: Annotated[int, typer.Option(help="Tokens of each text.")] = 16384,
+    window: Window = 1024,
+    batch: Batch = 1,
+    measured: Annotated[bool, typer.Option(help="Run carried thresholds; else read them off dense passes.")] = True,
+    device: Device = None,
+    as_json: AsJson = False,
+) -> None:
+    """Thresholds by workload, the ratio each realises on the others, and what finding them costs."""
+    from ..evaluate import thresholds
+    from ..evaluate.mapping import Bench
+    from ..policies import make
+    from ..text import check_sizes, read_text
+
+    show.check_writable(output)
+    check_sizes(window, tokens, batch)
+    for path in text:
+        read_text(path)
+    made = make(**settings(policy, None, gain, None, None))
+    loaded, tokenizer = _load(model, device)
+    workloads = [_windows(loaded, tokenizer, path, window, tokens) for path in text]
+    setup = thresholds.Study(
+        Bench(loaded, _plan(plan, model), workloads[0], batch), made, tuple(parse_budgets(budgets)), measured
+    )
+    with progress("workloads", len(workloads) + 1) as tick:
+        found = thresholds.study(setup, workloads, output, _facts(model, loaded, workloads[0]), tick)
+    if as_json:
+        return print_json({"out": str(output), **{k: found[k] for k in ("workloads", "transfers", "cost")}})
+    show.print_thresholds(out, found)
+    show.print_line(out, f"{output}: {len(found['transfers'])} transfers. Next: ace report {output}")
+
+
+@study.command("tables", epilog="Example: ace study tables MODEL --text sample.txt")
+def study_tables(
+    model: Model,
+    text: Text,
+    plan: OptionalPlan = None,
+    tokens: Annotated[int, typer.Option(help="Tokens of the text.")] = 16384,
+    window: Window = 1024,
+    batch: Batch = 1,
+    device: Device = None,
+    as_json: AsJson = False,
+) -> None:
+    """Correlation of each table with the true norm of expert outputs, layer by layer, in one pass."""
+    from ..evaluate.oracle import by_expert, table_correlation
+    from ..text import check_sizes, read_text
+
+    check_sizes(window, tokens, batch)
+    read_text(text)
+    loaded, tokenizer = _load(model, device)
+    windows = _windows(loaded, tokenizer, text, window, tokens)
+    used = _plan(plan, model)
+    with progress("windows", -(-windows.ids.shape[0] // batch)) as tick:
+        found = table_correlation(loaded, by_expert(used), windows, batch, tick)
+    return print_json(found) if as_json else out.print(show.correlation_table(found))

@@ -1,0 +1,190 @@
+"""Quality of a skipped model: perplexity by protocol, tasks through lm-eval or EvalScope."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from .. import show
+from ..errors import IntegrationError
+from .common import (
+    AllowOtherWeights,
+    AsJson,
+    Device,
+    GainName,
+    MinActive,
+    MinMass,
+    Model,
+    PolicyName,
+    Preset,
+    app,
+    out,
+    parse_budgets,
+    print_json,
+    progress,
+    settings,
+)
+
+if TYPE_CHECKING:
+    from ..ace import ACE
+    from ..evaluate.tasks import Harness
+
+OptionalPlan = Annotated[
+    Path | None, typer.Option("--plan", "-p", help="The plan file; without one nothing is skipped.", metavar="PLAN")
+]
+Out = Annotated[Path, typer.Option("--out", "-o", help="The results file; if it is there, it is continued.")]
+HARNESSES = ("lm-eval", "evalscope")
+
+
+@app.command(
+    epilog="Example: ace perplexity Qwen/Qwen3-30B-A3B --text wiki.test.raw --plan plan.safetensors --skip 0.5"
+)
+def perplexity(
+    model: Model,
+    text: Annotated[Path, typer.Option(help="The text, such as wiki.test.raw of WikiText-2.")],
+    plan: OptionalPlan = None,
+    skip: Annotated[float, typer.Option(help="Fraction of routed slots to skip.")] = 0.0,
+    protocol: Annotated[str, typer.Option(help="standard, or released: the paper's own code.")] = "standard",
+    policy: PolicyName = "ace",
+    preset: Preset = None,
+    gain: GainName = None,
+    min_active: MinActive = None,
+    min_mass: MinMass = None,
+    window: Annotated[int, typer.Option(help="Tokens in a window.")] = 2048,
+    tokens: Annotated[int | None, typer.Option(help="Tokens of the text to use. Default: all.")] = None,
+    batch: Annotated[int, typer.Option(help="Windows at a time.")] = 1,
+    output: Annotated[Path | None, typer.Option("--out", "-o", help="A file to keep and continue the run in.")] = None,
+    allow_other_weights: AllowOtherWeights = False,
+    device: Device = None,
+    as_json: AsJson = False,
+) -> None:
+    """WikiText-2 perplexity by protocol, with a 95 % interval and the realised ratio."""
+    from ..evaluate.perplexity import pieces, protocol_named
+    from ..evaluate.quality import run, setup_of
+    from ..loading import load_model, load_tokenizer
+    from ..text import check_sizes, read_text
+
+    chosen = protocol_named(protocol)
+    check_sizes(window, tokens, batch)
+    if output is not None:
+        show.check_writable(output)
+    content = read_text(text)
+    ace = _ace(plan, skip, allow_other_weights, settings(policy, preset, gain, min_active, min_mass))
+    tokenizer, loaded = load_tokenizer(model), load_model(model, device)
+    windows = pieces(chosen, content, tokenizer, loaded.get_input_embeddings().num_embeddings, window, tokens)
+    facts = {"model": Path(model).name, "setup": setup_of(loaded, ace, skip, batch)}
+    with ace(loaded) if ace else nullcontext(), progress("windows", -(-len(windows) // batch)) as tick:
+        results = run(loaded, ace, chosen, windows, output, facts, batch, tick)
+    if as_json:
+        return print_json(results)
+    show.print_perplexity(out, results, protocol, window)
+
+
+def _ace(plan: Path | None, skip: float, other: bool, options: dict[str, Any]) -> ACE | None:
+    from ..ace import ACE
+    from ..errors import BudgetError
+
+    if plan is None:
+        if skip:
+            raise BudgetError(f"Skipping {skip:.0%} needs a plan: give one with --plan, made by `ace tables`.")
+        return None
+    return ACE.load(plan, skip, allow_other_weights=other, **options)
+
+
+@app.command(
+    "eval", epilog="Example: ace eval Qwen/Qwen3-30B-A3B --plan plan.safetensors --skip 0,0.5 --tasks arc_easy,piqa"
+)
+def evaluate_tasks(
+    model: Model,
+    plan: Annotated[Path, typer.Option("--plan", "-p", help="The plan file.", metavar="PLAN")],
+    tasks: Annotated[str, typer.Option(help="paper, names such as arc_easy,piqa, or any task of the harness.")],
+    skip: Annotated[str, typer.Option(help="Budgets; with 0 among them the others are compared with it.")] = "0,0.5",
+    data: Annotated[Path | None, typer.Option(help="Folder with arc_easy.jsonl … Default: the hub's data.")] = None,
+    harness: Annotated[str, typer.Option(help="lm-eval or evalscope, which the paper used.")] = "lm-eval",
+    limit: Annotated[int | None, typer.Option(help="Questions of each task. Default: all.")] = None,
+    run_code: Annotated[bool, typer.Option("--run-code", help="Allow tasks that run code the model wrote.")] = False,
+    max_new_tokens: Annotated[int | None, typer.Option(help="Cap on generated tokens. Default: the paper's.")] = None,
+    chat: Annotated[bool, typer.Option(help="Ask through the model's chat template (lm-eval).")] = False,
+    output: Annotated[Path, typer.Option("--out", "-o", help="The results; if it is there, it is continued.")] = Path(
+        "eval.json"
+    ),
+    policy: PolicyName = "ace",
+    preset: Preset = None,
+    gain: GainName = None,
+    batch: Annotated[int, typer.Option(help="Questions at a time.")] = 1,
+    device: Device = None,
+    as_json: AsJson = False,
+) -> None:
+    """Accuracy on tasks, zero-shot and greedy, with intervals and paired differences to the unskipped model."""
+    from ..evaluate import tasks as of
+    from ..evaluate.sandbox import check_allowed
+    from ..plan import Plan
+
+    show.check_writable(output)
+    names, skips = of.parse_tasks(tasks), parse_budgets(skip)
+    known = {name: of.TASKS[name] for name in names if name in of.TASKS}
+    check_harness(harness)
+    for name, task in known.items():
+        of.check_source(task, harness, local=data is not None)
+        if task.runs_code:
+            check_allowed(run_code, name)
+    rows = {n: of.read_rows(t, path) for n, t in known.items() if (path := of.find_file(t, data)) is not None}
+    options = settings(policy, preset, gain, None, None)
+    made = _harness(harness, model, plan, options, device, batch, max_new_tokens, chat)
+    settled = made.ace.policy.settings
+    identity = {
+        "model": Plan.load(plan).fingerprint["content"],
+        **{"harness": harness, "limit": limit, "policy": settled, "batch": batch, "cap": max_new_tokens, "chat": chat},
+    }
+    facts = {**of.facts(model), "settings": of.describe(settled, harness)}
+    with progress("tasks", len(names) * len(skips)) as tick:
+        results = of.evaluate(made, names, skips, rows, limit, output, identity, facts, tick)
+    if as_json:
+        return print_json(results)
+    out.print(show.tasks_table(results))
+    show.print_line(out, f"{output}: {len(results['cells'])} results. Next: ace report {output}")
+
+
+def _harness(
+    name: str,
+    model: str,
+    plan: Path,
+    options: dict[str, Any],
+    device: str | None,
+    batch: int,
+    cap: int | None,
+    chat: bool,
+) -> Harness:
+    given: dict[str, Any] = {"plan": str(plan), **options}
+    if name == "lm-eval":
+        from ..integrations.lm_eval import AceLM, LmEval
+
+        given |= {"device": device} if device else {}
+        return LmEval(AceLM(model, batch_size=batch, **given), chat=chat, cap=cap)
+    from ..integrations.evalscope import AceAPI, EvalScope
+
+    given |= {"device_map": device} if device else {}
+    return EvalScope(AceAPI(model, precision="auto", **given), cap, batch)
+
+
+def check_harness(name: str) -> None:
+    if name not in HARNESSES:
+        raise IntegrationError(f"There is no harness {name!r}. Choose one of: {', '.join(HARNESSES)}.")
+
+
+@app.command(
+    "lm-eval",
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    epilog="Example: ace lm-eval --model ace --model_args pretrained=MODEL,plan=plan.safetensors,skip=0.5 --tasks arc_easy",
+)
+def lm_eval(context: typer.Context) -> None:
+    """lm-eval's own command line with the model `ace`: pretrained, plan, skip, policy, gain … as model arguments.
+
+    Its own help: ace lm-eval -- --help
+    """
+    from ..integrations.lm_eval import main
+
+    main(context.args)

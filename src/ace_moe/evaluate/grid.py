@@ -1,0 +1,88 @@
+"""What a comparison compares: methods × budgets × gains, as typed and as policies."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from ..errors import BudgetError
+from ..policies import POLICIES, PRESETS, Policy, make
+from ..rule import GAINS
+
+CITED = "cited"  # each method with the gain of its own paper
+
+
+class Key(NamedTuple):
+    """One cell of the grid."""
+
+    method: str
+    gain: str
+    budget: float
+
+
+@dataclass(frozen=True)
+class Grid:
+    """What is compared. `safeguards` are settings every policy gets beside its gain."""
+
+    methods: tuple[str, ...]
+    budgets: tuple[float, ...]
+    gains: tuple[str, ...]
+    safeguards: dict[str, Any]
+    correct: bool = True
+
+    def __iter__(self) -> Iterator[Key]:
+        return (Key(m, g, b) for m in self.methods for g in self.gains for b in self.budgets)
+
+    def policy(self, method: str, gain: str) -> Policy:
+        """The gain `cited` leaves the method its own."""
+        name, params = parse_method(method)
+        gains = {} if gain == CITED else {"gain": gain}
+        return make(PRESETS.get(name, name), **{**self.safeguards, **params, **gains})
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether any of the methods needs a text."""
+        return any(
+            POLICIES[name].calibrated for method in self.methods if (name := parse_method(method)[0]) in POLICIES
+        )
+
+    @property
+    def detail(self) -> float:
+        """The budget whose cells keep ratios by expert; for all budgets the file would be mostly that."""
+        return min(self.budgets, key=lambda b: abs(b - 0.5))
+
+
+def parse_methods(text: str) -> tuple[str, ...]:
+    """ "all", or names of policies with settings after colons: "share,ace:fusion=min"."""
+    named = tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
+    methods = tuple(POLICIES) if named == ("all",) else named
+    if not methods:
+        raise BudgetError(f"No method was named. Choose all, or some of: {', '.join(POLICIES)}.")
+    for method in methods:
+        name, params = parse_method(method)
+        make(PRESETS.get(name, name), **params)
+    return methods
+
+
+def parse_gains(text: str) -> tuple[str, ...]:
+    gains = tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
+    wrong = [gain for gain in gains if gain not in (*GAINS, CITED)]
+    if wrong or not gains:
+        raise BudgetError(f"gains are some of {', '.join(GAINS)} and {CITED} (each method's own), not {text!r}.")
+    return gains
+
+
+def parse_method(method: str) -> tuple[str, dict[str, Any]]:
+    """ "ace:fusion=min:min_active=2" → ("ace", {"fusion": "min", "min_active": 2}); a variant's colon stays in its name."""
+    parts = method.split(":")
+    pairs = [part.partition("=") for part in parts if "=" in part]
+    return ":".join(part for part in parts if "=" not in part), {k: _value(v) for k, _, v in pairs}
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text

@@ -1,0 +1,78 @@
+"""Perplexity by protocol as a run that can be stopped: losses and slot counts are kept after every batch."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ..ace import ACE
+from ..checkpoint import MoEModel
+from .perplexity import Protocol, measure
+from .statistics import perplexity_interval
+from .store import open_results, write_json
+
+KIND = "perplexity"
+Results = dict[str, Any]
+
+
+def run(
+    model: PreTrainedModel,
+    ace: ACE | None,
+    protocol: Protocol,
+    windows: Sequence[Tensor],
+    path: Path | None,
+    facts: Results,
+    batch: int = 1,
+    tick: Callable[[], None] = lambda: None,
+) -> Results:
+    """The protocol's perplexity with its interval and, with a plan attached, the realised ratio; into `path` if given."""
+    results: Results = open_results(path, KIND, identity(protocol, windows, facts)) if path else {"kind": KIND}
+    results |= facts
+    known = results.get("nll", [])
+    _restore(ace, results.get("counts", {}))
+
+    def save(nll: list[float]) -> None:
+        results["nll"], results["counts"] = list(nll), _counts(ace)
+        if path is not None:
+            write_json(path, results)
+
+    score = measure(model, protocol, windows, batch, tick, known, save)
+    interval = perplexity_interval(score)
+    results |= {"perplexity": score.perplexity, "interval": [interval.low, interval.high], "windows": len(windows)}
+    results |= {"targets": score.targets, "ace": None if ace is None else ace.report()}
+    if path is not None:
+        write_json(path, results)
+    return results
+
+
+def setup_of(model: PreTrainedModel, ace: ACE | None, skip: float, batch: int) -> Results:
+    """The model, its precision and what is skipped. Batches are part of it: they change rounding."""
+    content = MoEModel.of(model).fingerprint()["content"]
+    settings = ace.policy.settings if ace is not None else {}
+    return {"model": content, "dtype": str(model.dtype), "skip": skip, "batch": batch, **settings}
+
+
+def identity(protocol: Protocol, windows: Sequence[Tensor], facts: Results) -> Results:
+    """What must be the same for a file to be continued."""
+    text = hashlib.sha256(torch.cat(list(windows)).numpy().tobytes()).hexdigest()
+    return {"protocol": protocol.name, "text": text, "windows": len(windows), **facts["setup"]}
+
+
+def _counts(ace: ACE | None) -> Results:
+    return {} if ace is None else {s.key: s.counts.tolist() for s in ace.skippers}
+
+
+def _restore(ace: ACE | None, counts: Results) -> None:
+    """Counters go on where the stopped run left them."""
+    if ace is None:
+        return
+    ace.reset()
+    for skipper in ace.skippers:
+        if skipper.key in counts:
+            skipper.counts.copy_(torch.tensor(counts[skipper.key]))

@@ -1,0 +1,76 @@
+"""Results on disk: one JSON file that is always whole, and that a later run continues if it measures the same thing."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ..errors import AceError, brief, expand
+
+SCHEMA = 1
+
+
+class ResultError(AceError):
+    """A results file is damaged, of another kind, or of another measurement."""
+
+
+def write_json(path: str | Path, value: Mapping[str, Any]) -> None:
+    """Write beside the target, flush, move over it in one step: a kill leaves the old file or the new one."""
+    path = expand(path)
+    text = json.dumps(value, separators=(",", ":"), allow_nan=False)
+    try:
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            os.chmod(temporary, 0o644)
+            os.replace(temporary, path)
+        except BaseException:
+            Path(temporary).unlink(missing_ok=True)
+            raise
+    except OSError as error:
+        raise ResultError(
+            f"The results could not be written to {path} ({error.strerror or brief(error)}). What was there is unchanged; "
+            "choose another place, or free space and run again."
+        ) from error
+
+
+def read_json(path: str | Path, kind: str) -> dict[str, Any]:
+    """The results in a file, if they are of this kind."""
+    path = expand(path)
+    if not path.is_file():
+        raise ResultError(f"There are no results at {path}. Make them with `ace {kind}`.")
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ResultError(
+            f"{path} is not a readable JSON file ({brief(error)}). Give a file that `ace {kind}` wrote."
+        ) from error
+    if not isinstance(value, dict) or value.get("kind") != kind:
+        raise ResultError(f"{path} holds no results of `ace {kind}`. Give a file that this command wrote.")
+    if value.get("schema") != SCHEMA:
+        raise ResultError(
+            f"{path} has schema {value.get('schema')!r}, this release reads {SCHEMA}. Run `ace {kind}` again into a new file."
+        )
+    return value
+
+
+def open_results(path: str | Path, kind: str, identity: Mapping[str, Any]) -> dict[str, Any]:
+    """What an earlier run left at `path`, to be continued; new results if there is no file."""
+    if not expand(path).exists():
+        return {"schema": SCHEMA, "kind": kind, "identity": dict(identity)}
+    found = read_json(path, kind)
+    for name, value in identity.items():
+        had = found.get("identity", {}).get(name)
+        if had != value:
+            raise ResultError(
+                f"{path} holds another measurement: {name} is {had!r:.60} there and {value!r:.60} now. Choose another file "
+                "with --out, or delete this one."
+            )
+    return found

@@ -1,0 +1,156 @@
+"""Do thresholds travel, and what does finding them cost?
+
+Stability: each workload's own τ for every budget, and the ratio a τ realises when it is carried to another workload.
+Cost: quantile mapping (one dense pass for all budgets, then correction) against binary search, in passes and seconds.
+Results go into one JSON file that a later run continues.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from .. import budget as budgets
+from ..ace import ACE
+from ..budget import Histogram
+from ..errors import BudgetError, TextError
+from ..plan import Workload
+from ..policies import Policy
+from ..text import Windows
+from .mapping import Bench, Recorder, by_quantile, fit
+from .store import open_results, write_json
+
+KIND = "study thresholds"
+TOLERANCE = 1e-3  # a tenth of a point of realised ratio, for every way of mapping
+Results = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Study:
+    """One policy on one model over several workloads. `measured`: carried thresholds are run, not read off histograms."""
+
+    bench: Bench
+    policy: Policy
+    budgets: tuple[float, ...]
+    measured: bool = True
+
+    def identity(self, workloads: Sequence[Windows]) -> Results:
+        return {
+            "model": self.bench.plan.fingerprint["content"],
+            "policy": self.policy.settings,
+            "texts": [w.workload.sha256 for w in workloads],
+            "measured": self.measured,
+        }
+
+
+def study(
+    setup: Study, workloads: Sequence[Windows], path: Path, facts: Results, done: Callable[[], None] = lambda: None
+) -> Results:
+    """Thresholds of each workload, every transfer between two, and the cost on the first one. `done` follows each part."""
+    _check(setup, workloads)
+    results = open_results(path, KIND, setup.identity(workloads)) | facts
+    for part in ("workloads", "transfers", "cost"):
+        results.setdefault(part, [])
+    results["budgets"] = sorted({*results.get("budgets", ()), *setup.budgets})
+    for windows in workloads:
+        _workload(setup, windows, workloads, results, lambda: write_json(path, results))
+        done()
+    if not results["cost"]:
+        results["cost"] = cost(setup, workloads[0])
+    done()
+    write_json(path, results)
+    return results
+
+
+def _check(setup: Study, workloads: Sequence[Windows]) -> None:
+    if not by_quantile(setup.policy):
+        raise BudgetError(
+            f"Policy {setup.policy.name!r} has no threshold on contributions that could be carried. Choose a token policy, "
+            "such as ace or share."
+        )
+    names = [w.workload.name for w in workloads]
+    if len(set(names)) < max(2, len(names)):
+        raise TextError(
+            f"Give at least two texts with different names, not {', '.join(names) or 'none'}: repeat --text for each."
+        )
+
+
+def _workload(
+    setup: Study, windows: Windows, workloads: Sequence[Windows], results: Results, save: Callable[[], None]
+) -> None:
+    """One workload's own thresholds, and what they realise on every other."""
+    name = windows.workload.name
+    todo = [b for b in setup.budgets if not _found(results["workloads"], workload=name, budget=b)]
+    if not todo:
+        return
+    ace = ACE(setup.bench.plan, policy=setup.policy)
+    with ace(setup.bench.model):
+        runs = {w.workload.name: Recorder(ace, replace(setup.bench, windows=w)) for w in workloads}
+        seen = {other: run(0.0) for other, run in runs.items()} if not setup.measured else {name: runs[name](0.0)}
+        for budget in todo:
+            made = fit(runs[name], budget, seen[name])
+            carried = [_carry(made.threshold, name, to, run, seen) for to, run in runs.items() if to != name]
+            results["workloads"].append(_own(windows.workload, budget, made.threshold, made.realised))
+            results["transfers"] += [row | {"budget": budget} for row in carried]
+            save()
+
+
+def _own(workload: Workload, budget: float, threshold: float, realised: float) -> Results:
+    return {
+        "workload": workload.name,
+        "tokens": workload.tokens,
+        "budget": budget,
+        "threshold": threshold,
+        "realised": realised,
+    }
+
+
+def _carry(threshold: float, source: str, to: str, run: Recorder, seen: Mapping[str, Histogram]) -> Results:
+    realised = seen[to].ratio(threshold) if to in seen else run.outcome(threshold).realised
+    return {"from": source, "to": to, "threshold": threshold, "realised": realised}
+
+
+def _found(rows: Sequence[Results], **values: Any) -> bool:
+    return any(all(row[k] == v for k, v in values.items()) for row in rows)
+
+
+# ---- cost ---------------------------------------------------------------------------------------------------------
+
+
+def cost(setup: Study, windows: Windows) -> list[Results]:
+    """Passes and seconds of each way to map all budgets on one workload, and how far its ratios end from the request."""
+    ways: dict[str, Callable[[Recorder], list[float]]] = {
+        "quantile": lambda run: _quantile(run, setup.budgets, correct=False),
+        "quantile, corrected": lambda run: _quantile(run, setup.budgets, correct=True),
+        "binary search": lambda run: [budgets.search(run, b, TOLERANCE).threshold for b in setup.budgets],
+    }
+    ace = ACE(setup.bench.plan, policy=setup.policy)
+    with ace(setup.bench.model):
+        return [
+            _timed(name, way, ace, replace(setup.bench, windows=windows), setup.budgets) for name, way in ways.items()
+        ]
+
+
+def _quantile(run: Recorder, wanted: Sequence[float], correct: bool) -> list[float]:
+    fits = budgets.map_budgets(run(0.0), wanted)
+    return [budgets.correct(run, f, TOLERANCE).threshold if correct else f.threshold for f in fits]
+
+
+def _timed(
+    name: str, way: Callable[[Recorder], list[float]], ace: ACE, bench: Bench, wanted: Sequence[float]
+) -> Results:
+    run, start = Recorder(ace, bench), time.perf_counter()
+    thresholds = way(run)
+    passes, seconds = run.count, time.perf_counter() - start
+    realised = [run.outcome(tau).realised for tau in thresholds]  # what was not run is, after the clock stopped
+    return {
+        "way": name,
+        "passes": passes,
+        "seconds": seconds,
+        "budgets": list(wanted),
+        "realised": realised,
+        "worst": max(abs(r - b) for r, b in zip(realised, wanted, strict=True)),
+    }

@@ -1,0 +1,72 @@
+"""NAEE's dynamic skipping: a slot goes when its gate is small against the top one, measured by the layer's median."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from torch import Tensor
+
+from ..rule import EPSILON, Gain
+from .base import Routing, Tables, TokenPolicy
+from .relative import to_largest
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from ..text import Windows
+
+
+def squash(x: Tensor) -> Tensor:
+    """[0, ∞) → [0, 1), order kept: x / (1 + x)."""
+    return x / (1 + x)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Naee(TokenPolicy):
+    """Skip slot i iff g_i < κ β_l g_1, with β_l the layer's median of g_(2) / g_(1) (Lu et al., NAEE, ACL 2024).
+
+    c_i = x / (1 + x), [T, k], with x = g_i / (β_l g_1): τ = 1/2 is κ = 1, the published rule for k = 2, where half of
+    the second slots go by construction. For k > 2 every slot is held against the same β_l. Kept gates are renormalised.
+    The ratio of gates equals the ratio of the router's probabilities.
+    """
+
+    name: ClassVar[str] = "naee"
+    needs: ClassVar[tuple[str, ...]] = ("naee_median",)
+    calibrated: ClassVar[bool] = True
+
+    gain: Gain = "kept"
+
+    def contribution(self, routing: Routing) -> Tensor:
+        median = routing.tables["naee_median"].clamp(min=EPSILON)
+        return squash(to_largest(routing.gates.float().abs()) / median)
+
+    def calibrate(self, model: PreTrainedModel, windows: Windows | None) -> Tables:
+        from .calibration import all_gates
+
+        return {key: {"naee_median": second_to_first(gates)} for key, gates in all_gates(model, windows).items()}
+
+
+def second_to_first(gates: Tensor) -> Tensor:
+    """The median over tokens of g_(2) / g_(1); a scalar, 1 where there is no second slot."""
+    if gates.shape[-1] < 2:
+        return torch.ones(())
+    top = gates.float().abs().topk(2, dim=-1).values
+    return (top[:, 1] / top[:, 0].clamp(min=EPSILON)).median()
+
+
+@dataclass(frozen=True, kw_only=True)
+class NaeeAsCompared(TokenPolicy):
+    """What the ACE paper's release ran as NAEE: c_i = s_i / max_j s_j with s_i = g_i A_GSP(e_i), ACE's own table.
+
+    One threshold for all layers, no medians.
+    """
+
+    name: ClassVar[str] = "naee:ace-paper"
+    needs: ClassVar[tuple[str, ...]] = ("gsp",)
+
+    gain: Gain = "kept"
+
+    def contribution(self, routing: Routing) -> Tensor:
+        return to_largest(routing.gates.float().abs() * routing.tables["gsp"][routing.ids])

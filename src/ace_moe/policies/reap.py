@@ -1,0 +1,75 @@
+"""REAP: an expert counts as much as its weighted output did on a text."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from torch import Tensor
+
+from .. import rule
+from ..rule import Gain
+from .base import Routing, Tables, TokenPolicy
+from .pruning import UniformPruning
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from ..text import Windows
+
+
+@torch.no_grad()
+def saliencies(model: PreTrainedModel, windows: Windows | None) -> Tables:
+    """S_e = mean over the tokens routed to e of g ‖f_e(x)‖, [E] by layer; 0 for experts the text never reached."""
+    from .calibration import answers, needed, sites, watch
+
+    places = sites(model)
+    total = {site.key: torch.zeros(2, site.num_experts, dtype=torch.float64) for site in places}
+    for ids in needed(windows).ids.split(1):
+        seen = watch(model, ids, places)
+        for site in places:
+            call = seen[site.key]
+            norm = answers(model.get_submodule(site.path), call.hidden, call.ids).norm(dim=-1)
+            weighed = (call.gates.float() * norm).double()
+            rows = torch.stack([weighed, torch.ones_like(weighed)]).flatten(1).cpu()
+            total[site.key].index_add_(1, call.ids.flatten().cpu(), rows)
+    return {key: {"reap_saliency": (s / n.clamp(min=1)).float()} for key, (s, n) in total.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reap(TokenPolicy):
+    """c_i = g_i S(e_i) / Σ_j g_j S(e_j), [T, k], S_e = mean of g ‖f_e(x)‖ over e's tokens (Lasby et al., REAP, ICLR 2026).
+
+    REAP's saliency as a slot score, which REAP itself does not do: it prunes (`reap:prune`). An expert the text never
+    reached is given the layer's mean: nothing is known of it.
+    """
+
+    name: ClassVar[str] = "reap"
+    needs: ClassVar[tuple[str, ...]] = ("reap_saliency",)
+    calibrated: ClassVar[bool] = True
+
+    def contribution(self, routing: Routing) -> Tensor:
+        known = routing.tables["reap_saliency"]
+        mean = known.sum() / (known > 0).sum().clamp(min=1)
+        return rule.share(routing.gates, torch.where(known > 0, known, mean)[routing.ids])
+
+    def calibrate(self, model: PreTrainedModel, windows: Windows | None) -> Tables:
+        return saliencies(model, windows)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReapPruning(UniformPruning):
+    """Remove the same fraction of every layer's experts, those of the lowest saliency S_e (Lasby et al., REAP, ICLR 2026)."""
+
+    name: ClassVar[str] = "reap:prune"
+    needs: ClassVar[tuple[str, ...]] = ("reap_saliency",)
+    calibrated: ClassVar[bool] = True
+
+    gain: Gain = "kept"
+
+    def saliency(self, routing: Routing) -> Tensor:
+        return routing.tables["reap_saliency"]
+
+    def calibrate(self, model: PreTrainedModel, windows: Windows | None) -> Tables:
+        return saliencies(model, windows)

@@ -1,0 +1,113 @@
+"""SERE: slots of secondary experts are re-routed to the most similar expert that the batch runs anyway."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from torch import Tensor
+
+from .. import rule
+from ..errors import BudgetError
+from ..rule import Gain
+from .base import Decision, Policy, Routing, Tables, TokenPolicy
+from .subset import check_group, group_sum, marked
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from ..text import Windows
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sere(Policy):
+    """P = union over the batch of each token's top `select` experts; a later slot of expert u outside P goes to
+    v = argmax_{v in P} S[u, v] iff S[u, v] ≥ ρ = 1 − τ (Cheng et al., SERE, ICLR 2026).
+
+    S_l [E, E] = 1 − D / max D, with D[p, q] = ‖f_p(X) − f_q(X)‖_F on a text. Gates stay. SERE leaves a token with the
+    same expert twice; here the two slots are merged into one, which is the same output and can be counted. `group` is
+    the batch in tokens, 0 the whole pass.
+    """
+
+    name: ClassVar[str] = "sere"
+    needs: ClassVar[tuple[str, ...]] = ("sere_similarity",)
+    calibrated: ClassVar[bool] = True
+    limits: ClassVar[str] = (
+        "a slot is saved only where a token is sent to an expert it has already, and a pass of many tokens has nearly all "
+        "experts among its top ones; group=1 decides as for a batch of one token"
+    )
+
+    gain: Gain = "none"
+    select: int = 1
+    group: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_group(self.group)
+        if not isinstance(self.select, int) or self.select < 1:
+            raise BudgetError(f"select is a number of experts, at least 1; not {self.select!r}.")
+
+    def route(self, routing: Routing) -> Decision:
+        similarity, ids = routing.tables["sere_similarity"], routing.ids
+        primary = rule.rank(routing.gates.float().abs(), ids) < self.select
+        pool = group_sum(marked(ids, primary, len(similarity)), routing, self.group) > 0  # [T, E]
+        choice = similarity[ids].masked_fill(~pool.unsqueeze(1), -torch.inf).max(-1)  # [T, k]
+        stays = self.guarded(routing, primary | pool.gather(-1, ids))
+        move = ~stays & (choice.values >= 1 - routing.threshold) & (routing.threshold > 0)
+        return self.reroute(routing, *merge(torch.where(move, choice.indices, ids), routing.gates, move))
+
+    @torch.no_grad()
+    def calibrate(self, model: PreTrainedModel, windows: Windows | None) -> Tables:
+        from .calibration import needed, products, sites, watch
+
+        places = sites(model)
+        gram = {site.key: torch.zeros(site.num_experts, site.num_experts, dtype=torch.float64) for site in places}
+        for ids in needed(windows).ids.split(1):
+            seen = watch(model, ids, places)
+            for site in places:
+                experts = model.get_submodule(site.path)
+                for part in products(experts, seen[site.key].hidden, site.num_experts):
+                    gram[site.key] += part.double().sum(0).cpu()
+        return {key: {"sere_similarity": nearness(g)} for key, g in gram.items()}
+
+
+def nearness(gram: Tensor) -> Tensor:
+    """1 − D / max D from the Gram matrix of outputs [E, E]; 1 on the diagonal."""
+    square = gram.diagonal()
+    distance = (square[:, None] + square[None] - 2 * gram).clamp(min=0).sqrt().fill_diagonal_(0)
+    return (1 - distance / distance.max().clamp(min=1e-30)).float()
+
+
+def merge(ids: Tensor, gates: Tensor, moved: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Moved slots join the slot of their token that has the expert, or the first moved there: ids, gates, keep; [T, k]."""
+    k = ids.shape[-1]
+    turn = torch.arange(k, device=ids.device) + k * moved
+    same = (ids.unsqueeze(-1) == ids.unsqueeze(-2)) & (moved.unsqueeze(-1) | moved.unsqueeze(-2))
+    same = same | torch.eye(k, dtype=torch.bool, device=ids.device)
+    first = ~(same & (turn.unsqueeze(-2) < turn.unsqueeze(-1))).any(-1)
+    total = torch.where(same, gates.float().unsqueeze(-2), 0.0).sum(-1)
+    return ids, torch.where(first, total, 0.0), first
+
+
+@dataclass(frozen=True, kw_only=True)
+class SereAsCompared(TokenPolicy):
+    """What the ACE paper's release ran as SERE: c_i = 1 − cos(s(e_1), s(e_i)), [T, k]; the gates of skipped slots go to
+    the top slot. s(e) are norms of weight rows and columns (table `sere_weights`): no text, no batch.
+    """
+
+    name: ClassVar[str] = "sere:ace-paper"
+    needs: ClassVar[tuple[str, ...]] = ("sere_weights",)
+
+    gain: Gain = "none"
+
+    def contribution(self, routing: Routing) -> Tensor:
+        top = rule.top_slot(routing.gates, routing.ids)
+        first = torch.where(top, routing.ids, 0).sum(-1, keepdim=True)
+        return (1 - routing.tables["sere_weights"][first, routing.ids]).clamp(0, 1)
+
+    def settle(self, routing: Routing, protected: Tensor) -> Decision:
+        keep, gates = ~(protected < routing.threshold), routing.gates.float()
+        lost = torch.where(keep, 0.0, gates).sum(-1, keepdim=True)
+        moved = gates + torch.where(rule.top_slot(routing.gates, routing.ids), lost, 0.0)
+        return self.reroute(routing, routing.ids, moved, keep)

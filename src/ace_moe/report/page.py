@@ -1,0 +1,115 @@
+"""One self-contained page from results: everything it needs is in the file, so it opens from disk without a network."""
+
+from __future__ import annotations
+
+import html
+import json
+from collections.abc import Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from ..errors import expand
+from ..evaluate.compare import KIND as COMPARE
+from ..evaluate.compare import against
+from ..evaluate.store import ResultError, read_json
+from ..evaluate.thresholds import KIND as THRESHOLDS
+
+EVAL = "eval"
+SCRIPTS = ("base.js", "compare.js", "maps.js", "studies.js", "main.js")
+NOTES = (
+    "Intervals are 95 % bootstrap intervals over windows or questions, widened for few of them; differences are paired. The "
+    "realised ratio is counted while the model runs, not assumed.",
+)
+Results = dict[str, Any]
+
+
+def write_page(paths: Sequence[Path], output: Path, rival: str | None = None, title: str | None = None) -> None:
+    """The page for these results files, of any mix of commands."""
+    kinds: dict[str, list[Results]] = {COMPARE: [], THRESHOLDS: [], EVAL: []}
+    for path in paths:
+        kind = kind_of(path)
+        kinds[kind].append(read_json(path, kind))
+    expand(output).write_text(page(kinds[COMPARE], kinds[THRESHOLDS], kinds[EVAL], rival, title), encoding="utf-8")
+
+
+def kind_of(path: Path) -> str:
+    """What made a results file."""
+    try:
+        kind = json.loads(expand(path).read_text(encoding="utf-8")).get("kind")
+    except (OSError, ValueError, AttributeError, RecursionError):
+        kind = None
+    if kind not in (COMPARE, THRESHOLDS, EVAL):
+        raise ResultError(
+            f"{path} is no results file. Give files of `ace compare`, `ace study thresholds` or `ace eval`."
+        )
+    return kind
+
+
+def page(
+    compare: Sequence[Results],
+    thresholds: Sequence[Results],
+    tasks: Sequence[Results],
+    rival: str | None = None,
+    title: str | None = None,
+) -> str:
+    every = [*compare, *thresholds, *tasks]
+    title = title or " · ".join(dict.fromkeys(r["model"]["name"] for r in every))
+    data = {
+        "title": title,
+        "lead": lead(every[0]),
+        "compare": [without_windows(r) for r in compare],
+        "rivals": [row for r in compare[:1] for row in against(r, rival or default_rival(r))],
+        "thresholds": list(thresholds),
+        "tasks": list(tasks),
+        "notes": NOTES,
+        "commands": list(dict.fromkeys(r["command"] for r in every)),
+    }
+    return fill("page.html", title=html.escape(title), style=asset("style.css"), script=script(), data=embed(data))
+
+
+def lead(results: Results) -> str:
+    """One sentence on what was measured, and on what."""
+    used = results["environment"]
+    versions = f"ace-moe {used['ace_moe']}, torch {used['torch']}, transformers {used['transformers']}"
+    if "workload" not in results:
+        return f"{versions}."
+    text = results["workload"]
+    size = f"{text['windows']} windows of {text['window']:,} tokens"
+    return f"{results['model']['architecture']} on {text['name']}, {size}, on {used['device']}. {versions}."
+
+
+def default_rival(results: Results) -> str:
+    measured = [cell["method"] for cell in results["cells"]]
+    if not measured:
+        raise ResultError("These results have no finished cell yet. Run `ace compare` again; it goes on where it was.")
+    return "ace" if "ace" in measured else measured[0]
+
+
+def without_windows(results: Results) -> Results:
+    """Losses by window are for statistics; the page has their outcome."""
+    cells = [{k: v for k, v in cell.items() if k not in ("nll", "targets")} for cell in results["cells"]]
+    return {**results, "cells": cells, "dense": {k: v for k, v in results["dense"].items() if k != "nll"}}
+
+
+# ---- putting the file together ------------------------------------------------------------------------------------
+
+
+def asset(name: str) -> str:
+    return (files(__package__) / "assets" / name).read_text(encoding="utf-8")
+
+
+def script() -> str:
+    return "\n".join(asset(name) for name in SCRIPTS)
+
+
+def embed(value: Any) -> str:
+    """JSON that cannot end the script element it stands in."""
+    return json.dumps(value, ensure_ascii=False, allow_nan=False).replace("<", "\\u003c")
+
+
+def fill(template: str, **parts: str) -> str:
+    """Each {{name}} of the template once; what is filled in is not looked at again."""
+    head, *rest = asset(template).split("{{")
+    pieces = [piece.partition("}}") for piece in rest]
+    return head + "".join(parts[name] + tail for name, _, tail in pieces)

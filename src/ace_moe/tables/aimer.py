@@ -1,0 +1,26 @@
+"""AIMER's keep score: an expert whose weights differ much in size is hard to replace.
+
+    R_e = mean|W_e| / rms(W_e) over gate, up and down together        K_e = 1 / R_e
+
+R is √(2/π) = 0.798 for Gaussian weights of any scale, so the table is close to constant on many models.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..checkpoint.records import MoELayer
+
+
+def raw(layer: MoELayer) -> Tensor:
+    """K [E], before the layer's mean is taken out."""
+    return torch.cat([_chunk(layer, chunk) for chunk in layer.chunks()])
+
+
+def _chunk(layer: MoELayer, chunk: slice) -> Tensor:
+    parts = [part[chunk].flatten(1).float() for part in (layer.w_in, layer.w_out)]
+    count = sum(part.shape[1] for part in parts)
+    mean = torch.stack([part.abs().sum(1) for part in parts]).sum(0) / count
+    rms = (torch.stack([part.square().sum(1) for part in parts]).sum(0) / count).sqrt()
+    return rms / mean.clamp(min=torch.finfo(torch.float32).tiny)

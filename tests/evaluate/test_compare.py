@@ -1,0 +1,238 @@
+"""The grid: what is typed, what is measured, what survives a kill."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import PreTrainedModel
+
+from ace_moe.demo import MODEL, TEXT
+from ace_moe.errors import BudgetError
+from ace_moe.evaluate.compare import against, compare, score_of
+from ace_moe.evaluate.grid import Grid, parse_gains, parse_method, parse_methods
+from ace_moe.evaluate.mapping import Bench
+from ace_moe.evaluate.store import ResultError, open_results, read_json, write_json
+from ace_moe.plan import Plan
+from ace_moe.policies import POLICIES
+from ace_moe.text import Windows
+from test_cli import ACE, run_ace
+
+FACTS: dict[str, Any] = {"model": {"name": "demo"}}
+SMALL = ("--text", TEXT, "--tokens", 512, "--window", 128)
+
+
+def grid(methods: str = "share,ace", budgets: tuple[float, ...] = (0.3, 0.5), gains: str = "kept,power") -> Grid:
+    return Grid(parse_methods(methods), budgets, parse_gains(gains), {})
+
+
+@pytest.fixture
+def bench(demo_model: PreTrainedModel, demo_plan: Plan, demo_windows: Windows) -> Bench:
+    return Bench(demo_model, demo_plan, demo_windows)
+
+
+# ---- as typed -----------------------------------------------------------------------------------------------------
+
+
+def test_methods_as_typed() -> None:
+    """All, some, with settings; a variant's colon belongs to its name."""
+    assert parse_methods("all") == tuple(POLICIES)
+    assert parse_methods(" share, ace:fusion=min ,share") == ("share", "ace:fusion=min")
+    assert parse_method("ace:fusion=min:min_active=2") == ("ace", {"fusion": "min", "min_active": 2})
+    assert parse_method("naee:ace-paper") == ("naee:ace-paper", {})
+    assert grid("ace:fusion=mean").policy("ace:fusion=mean", "none").settings["params"] == {"fusion": "mean"}
+    assert grid("paper", gains="cited").policy("paper", "cited").gain == "kept"
+
+
+@pytest.mark.parametrize("text", ["", " , ", "nonsense", "share:fusion=min", "ace:fusion=most"])
+def test_methods_that_are_none(text: str) -> None:
+    with pytest.raises(BudgetError):
+        parse_methods(text)
+
+
+@pytest.mark.parametrize("text", ["", "loud", "kept,loud"])
+def test_gains_that_are_none(text: str) -> None:
+    with pytest.raises(BudgetError, match="kept, none, power"):
+        parse_gains(text)
+
+
+# ---- what a cell holds --------------------------------------------------------------------------------------------
+
+
+def test_cells_hold_what_was_measured(bench: Bench, tmp_path: Path) -> None:
+    """Budgets met, intervals around their value, statistics that follow from the stored losses, ratios by expert once."""
+    path = tmp_path / "results.json"
+    results = compare(bench, grid(), path, FACTS)
+    assert results == json.loads(path.read_text())
+    cells = {(c["method"], c["gain"], c["budget"]): c for c in results["cells"]}
+    assert set(cells) == {(m, g, b) for m in ("share", "ace") for g in ("kept", "power") for b in (0.3, 0.5)}
+    for cell in cells.values():
+        assert abs(cell["realised"] - cell["budget"]) < 0.003
+        assert cell["perplexity"] == score_of(cell).perplexity
+        assert cell["interval"][0] < cell["perplexity"] < cell["interval"][1]
+        assert cell["change"]["value"] == pytest.approx(cell["perplexity"] / results["dense"]["perplexity"] - 1)
+        assert set(cell["layers"]) == set("012345")
+        assert ("experts" in cell) == (cell["budget"] == 0.5)
+    assert cells["ace", "power", 0.5]["perplexity"] < cells["ace", "kept", 0.5]["perplexity"]
+    assert set(results["tables"]["0"]) == {"gsp", "rcr"} == set(results["oracle"]["0"])
+
+
+def test_nothing_is_measured_twice(bench: Bench, tmp_path: Path) -> None:
+    """The same grid again touches nothing; a larger one adds its cells and keeps the others as they are."""
+    path = tmp_path / "results.json"
+    first = compare(bench, grid("share", (0.5,), "power"), path, FACTS)
+    assert compare(bench, grid("share", (0.5,), "power"), path, FACTS) == first
+    more = compare(bench, grid("share,gsp", (0.5,), "power,none"), path, FACTS)
+    assert more["cells"][0] == first["cells"][0]
+    assert len(more["cells"]) == 4
+    assert more["grid"] == {"methods": ["share", "gsp"], "budgets": [0.5], "gains": ["power", "none"]}
+
+
+def test_a_method_that_cannot_is_named_and_the_others_go_on(bench: Bench, tmp_path: Path) -> None:
+    """80 % of 8 slots can be skipped, 95 % cannot; re-selection skips nothing at all."""
+    results = compare(bench, grid("xshare,share", (0.5, 0.95), "power"), tmp_path / "results.json", FACTS)
+    assert [(c["method"], c["budget"]) for c in results["cells"]] == [("share", 0.5)]
+    assert results["refused"]["share"]["budgets"] == [0.95]
+    assert results["refused"]["xshare"]["budgets"] == [0.5, 0.95]
+    assert "at most 0.0%" in results["refused"]["xshare"]["reason"]
+
+
+def test_settings_a_method_cannot_have_refuse_it_alone(bench: Bench, tmp_path: Path) -> None:
+    """A rule without safeguards cannot be given one; the others can."""
+    made = Grid(parse_methods("modes:ace-paper,share"), (0.5,), ("power",), {"min_active": 2})
+    results = compare(bench, made, tmp_path / "results.json", FACTS)
+    assert [c["method"] for c in results["cells"]] == ["share"]
+    assert "no safeguards" in results["refused"]["modes:ace-paper"]["reason"]
+
+
+def test_paired_rivals(bench: Bench, tmp_path: Path) -> None:
+    """Against a rival at the same budget and gain; the rival itself is left out."""
+    results = compare(bench, grid("share,random", (0.5,), "power"), tmp_path / "results.json", FACTS)
+    (row,) = against(results, "share")
+    assert (row["method"], row["rival"]) == ("random", "share")
+    assert row["value"] > 0
+    with pytest.raises(BudgetError, match="share, random"):
+        against(results, "gsp")
+
+
+# ---- the file -----------------------------------------------------------------------------------------------------
+
+
+def test_another_measurement_is_not_continued(tmp_path: Path) -> None:
+    path = tmp_path / "results.json"
+    write_json(path, {"schema": 1, "kind": "compare", "identity": {"text": "a", "window": 8}})
+    assert open_results(path, "compare", {"text": "a", "window": 8})["identity"]["text"] == "a"
+    with pytest.raises(ResultError, match=r"text is 'a' there and 'b' now.*--out"):
+        open_results(path, "compare", {"text": "b", "window": 8})
+
+
+@pytest.mark.parametrize(
+    "content", ["", "{", "[]", "{}", '{"kind":"compare"}', '{"kind":"eval","schema":1}', "[" * 100_000]
+)
+def test_files_that_are_no_results(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "results.json"
+    path.write_text(content)
+    with pytest.raises(ResultError, match=r"results\.json"):
+        read_json(path, "compare")
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
+    path = tmp_path / "results.json"
+    write_json(path, {"a": 1})
+    with pytest.raises(ValueError, match="JSON"):
+        write_json(path, {"a": float("nan")})
+    with pytest.raises(ResultError, match="could not be written"):
+        write_json(tmp_path / "no folder" / "results.json", {})
+    assert json.loads(path.read_text()) == {"a": 1}
+    assert [p.name for p in tmp_path.iterdir()] == ["results.json"]
+
+
+def cells_of(path: Path) -> list[dict[str, Any]]:
+    return json.loads(path.read_text())["cells"] if path.exists() else []
+
+
+def kill_after(count: int, command: list[str], path: Path) -> list[dict[str, Any]]:
+    """Run the command, kill it the hard way once the file has `count` cells; the cells it left."""
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    end = time.monotonic() + 120
+    while len(cells_of(path)) < count:
+        assert process.poll() is None and time.monotonic() < end, "the grid ended before it could be killed"
+        time.sleep(0.002)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    return cells_of(path)
+
+
+def test_killed_twice_and_finished(tmp_path: Path) -> None:
+    """A real process, killed while it measures: finished cells stay to the byte, the rest comes, none twice."""
+    path = tmp_path / "results.json"
+    options = [
+        "--methods",
+        "share,gsp,alloc_t",
+        "--budgets",
+        "0.2:0.6:0.2",
+        "--gains",
+        "kept,power",
+        "-o",
+        path,
+        *SMALL,
+    ]
+    command = [str(a) for a in (ACE, "compare", MODEL, *options)]
+    first = kill_after(2, command, path)
+    second = kill_after(len(first) + 3, command, path)
+    assert second[: len(first)] == first
+    assert 2 <= len(first) < len(second) < 18
+    done = run_ace("compare", MODEL, *options, "--json").json
+    assert done["cells"] == 18
+    cells = cells_of(path)
+    assert cells[: len(second)] == second
+    keys = [(c["method"], c["gain"], c["budget"]) for c in cells]
+    assert len(set(keys)) == len(keys) == 18
+    leftovers = [p.name for p in tmp_path.iterdir() if p.name != "results.json"]
+    assert all(name.startswith(".results.json.") for name in leftovers)  # what a kill inside a write can leave
+
+
+# ---- the command --------------------------------------------------------------------------------------------------
+
+
+def test_compare_prints_tables(tmp_path: Path) -> None:
+    """One table a gain, methods down and budgets across, and paired differences if a rival is named."""
+    path = tmp_path / "results.json"
+    options = ("--methods", "share,ace", "--budgets", "0.5", "--gains", "power", "--rival", "share", "-o", path, *SMALL)
+    ran = run_ace("compare", MODEL, *options)
+    assert ran.code == 0, ran.err
+    cell = next(c for c in cells_of(path) if c["method"] == "ace")
+    assert f"{cell['perplexity']:.2f}" in ran.out
+    assert "perplexity against share" in ran.out and "ace report" in ran.out
+    facts = json.loads(path.read_text())
+    assert facts["model"]["architecture"] == "Qwen3MoeForCausalLM"
+    assert facts["workload"]["windows"] == 4 and facts["workload"]["window"] == 128
+
+
+def test_compare_refuses_before_it_loads(tmp_path: Path) -> None:
+    for options in (
+        ("--methods", "nonsense"),
+        ("--gains", "loud"),
+        ("--budgets", "half"),
+        ("-o", tmp_path / "a" / "b"),
+    ):
+        ran = run_ace("compare", "no-such-model", *SMALL, *options)
+        assert ran.code == 1
+        assert "no-such-model" not in ran.err
+
+
+def test_calibrated_methods_use_text_that_is_not_measured(tmp_path: Path) -> None:
+    """By default what follows the measured tokens; a text that ends there gives a note."""
+    words = TEXT.read_text(encoding="utf-8")
+    short = tmp_path / "short.txt"
+    short.write_text(words[:1200], encoding="utf-8")
+    options = ("--methods", "naee", "--budgets", "0.5", "--gains", "cited", "--window", 128, "--json")
+    ran = run_ace("compare", MODEL, "--text", TEXT, "--tokens", 256, "-o", tmp_path / "long.json", *options)
+    assert ran.json["cells"] == 1 and "--calibration" not in ran.err
+    ran = run_ace("compare", MODEL, "--text", short, "--tokens", 256, "-o", tmp_path / "short.json", *options)
+    assert ran.json["cells"] == 1 and "--calibration" in ran.err

@@ -1,0 +1,123 @@
+"""Calibrations on the embedded model end to end: what they leave in a plan, and what they leave alone."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from demo_parts import expert, layer_of, logits_of
+from policy_cases import QUICK
+
+from ace_moe import ACE, Plan
+from ace_moe.checkpoint import MoEModel
+from ace_moe.errors import IntegrationError, PlanError, TextError
+from ace_moe.offline import add_tables, calibrate, prepare
+from ace_moe.policies import POLICIES, make
+from ace_moe.tables import table
+
+CALIBRATED = [name for name in POLICIES if make(name).calibrated]
+
+
+@pytest.mark.parametrize("name", CALIBRATED)
+def test_calibration_makes_what_the_policy_needs_and_leaves_the_model_alone(name, demo_model, few_windows):
+    before, flags = logits_of(demo_model, few_windows), [p.requires_grad for p in demo_model.parameters()]
+    policy = make(name, **QUICK.get(name, {}))
+    found = policy.calibrate(demo_model, few_windows)
+    assert list(found) == [str(n) for n in range(6)]
+    for layer in found.values():
+        assert set(layer) == set(policy.needs)
+        assert all(t.isfinite().all() and t.dtype == torch.float32 and not t.requires_grad for t in layer.values())
+    assert torch.equal(logits_of(demo_model, few_windows), before)
+    assert [p.requires_grad for p in demo_model.parameters()] == flags
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in demo_model.modules())
+
+
+def test_a_plan_carries_all_tables_and_says_how_they_were_made(ready_plan, tmp_path):
+    loaded = Plan.load(ready_plan.save(tmp_path / "plan.safetensors"))
+    for key, layer in ready_plan.tables.items():
+        assert set(layer) == set(loaded.tables[key])
+        assert all(torch.equal(values, loaded.tables[key][name]) for name, values in layer.items())
+    assert loaded.calibrations["modes_alpha"]["workload"]["name"] == "wikitext-2-slice.txt"
+    assert loaded.calibrations["diep_order"]["params"]["epochs"] == 3
+    assert not loaded.lacks(need for name in POLICIES for need in make(name).needs)
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("naee_median", torch.tensor(float("nan"))),
+        ("naee_median", torch.ones(5)),
+        ("reap_saliency", torch.ones(31)),
+        ("sere_similarity", torch.ones(32, 31)),
+        ("alloc_l_slots", torch.ones(42)),
+        ("modes_alpha", torch.tensor(1.0, dtype=torch.float64)),
+    ],
+)
+def test_a_damaged_calibration_is_refused(ready_plan, tmp_path, name, values):
+    from safetensors import safe_open
+    from safetensors.torch import save_file
+
+    path = ready_plan.save(tmp_path / "plan.safetensors")
+    with safe_open(path, "pt") as file:
+        metadata, tensors = file.metadata(), {n: file.get_tensor(n) for n in file.keys()}  # noqa: SIM118
+    save_file({**tensors, f"layers.3.{name}": values}, path, metadata)
+    with pytest.raises(PlanError, match=f"layers.3.{name}.*ace tables"):
+        Plan.load(path)
+    tensors.pop(f"layers.3.{name}")
+    save_file(tensors, path, metadata)
+    with pytest.raises(PlanError, match="missing: 3"):
+        Plan.load(path)
+
+
+def test_what_is_missing_is_named(demo_model, demo_plan, few_windows):
+    """Before any work: the table, and what makes it."""
+    for name, how in (("modes", "calibrate"), ("aimer", "add_tables")):
+        ace = ACE(demo_plan, policy=name)
+        with pytest.raises(PlanError, match=f"needs the table {make(name).needs[0]}.*{how}"):
+            ace.attach(demo_model)
+    with pytest.raises(TextError, match="got none"):
+        calibrate(demo_plan, make("modes"), demo_model, None)
+    with pytest.raises(PlanError, match="every MoE layer"):
+        demo_plan.with_tables({"0": {"aimer": torch.ones(32)}})
+    ace = ACE(demo_plan)
+    with ace(demo_model), pytest.raises(IntegrationError, match="Detach it"):
+        calibrate(demo_plan, make("naee"), demo_model, few_windows)
+
+
+def test_prepare_does_not_do_it_again(ready_plan, demo_model):
+    for name in POLICIES:
+        assert prepare(ready_plan, make(name), demo_model, None) is ready_plan
+
+
+# ---- tables from weights ----------------------------------------------------------------------------------------
+
+
+def test_aimer_table(demo_model, demo_plan):
+    found = add_tables(demo_plan, make("aimer"), demo_model).tables["1"]["aimer"]
+    experts = layer_of(demo_model, 1).experts
+    ratio = []
+    for e in range(32):
+        w = torch.cat([experts.gate_up_proj[e].flatten(), experts.down_proj[e].flatten()]).detach().double()
+        ratio.append(float(w.abs().mean() / w.square().mean().sqrt()))
+    keep = torch.tensor([1 / r for r in ratio])
+    torch.testing.assert_close(found, keep / keep.mean(), rtol=1e-5, atol=0)
+
+
+def test_uncentred_rcr_table(demo_model):
+    layer = MoEModel.of(demo_model).layer(MoEModel.of(demo_model).sites[1])
+    rows = layer_of(demo_model, 1).gate.weight.float()
+    raw = []
+    for e in range(32):
+        q = rows[e] / rows[e].square().mean().sqrt()
+        raw.append(expert(demo_model, 1, e, q[None]).norm() / q.norm())
+    raw = torch.stack(raw).detach()
+    torch.testing.assert_close(table("rcr_uncentred", layer), raw / raw.mean(), rtol=1e-4, atol=0)
+
+
+def test_weight_similarity_table(demo_model):
+    layer = MoEModel.of(demo_model).layer(MoEModel.of(demo_model).sites[1])
+    experts, scale = layer_of(demo_model, 1).experts, demo_model.model.layers[1].post_attention_layernorm.weight.float()
+    signatures = []
+    for e in range(32):
+        gate, up = (experts.gate_up_proj[e].float() * scale).chunk(2)
+        signatures.append(torch.cat([up.norm(dim=1), gate.norm(dim=1), experts.down_proj[e].float().norm(dim=0)]))
+    expected = F.cosine_similarity(torch.stack(signatures)[:, None], torch.stack(signatures)[None], dim=-1).detach()
+    torch.testing.assert_close(table("sere_weights", layer), expected, rtol=1e-5, atol=1e-6)
