@@ -122,6 +122,50 @@ def test_experts_on_odd_shapes(tokens, case):
         assert int(arrived.abs().sum()) == 0, "the workspace must be zero after every call"
 
 
+@pytest.mark.parametrize("kind", [SILU, RELU_SQUARED])
+def test_the_copy_engine_changes_nothing(kind, monkeypatch):
+    """Weights through a descriptor: rows past an expert's last are its neighbour's and must not show."""
+    weights = make_weights(EXPERTS, 40, 24, kind)
+    ids, gates = random_routing(90, 3, "sum")
+    ids = torch.where(torch.rand(90, 3, generator=torch.Generator().manual_seed(3)).to(DEVICE) < 0.4, EXPERTS, ids)
+    x = torch.randn(90, 40, generator=torch.Generator().manual_seed(2)).to(DEVICE)
+    plain, bulk = (
+        (monkeypatch.setattr(dispatch, "BULK", bulk), dispatch.run(x, ids, gates, weights))[1] for bulk in (False, True)
+    )
+    torch.testing.assert_close(bulk, plain, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(bulk.double(), dense(x, ids, gates, weights), rtol=1e-4, atol=1e-5)
+
+
+def fp8_weights(e, d, m, block):
+    """Weights as FP8 with factors, and the same numbers widened."""
+    weights = make_weights(e, d, m, SILU)
+    quantised, widened = [], []
+    for w in (weights.w_in, weights.w_out):
+        rows, columns = -(-w.shape[1] // block[0]), -(-w.shape[2] // block[1])
+        s = torch.rand(e, rows, columns, generator=torch.Generator().manual_seed(4)) + 0.5
+        every = s.repeat_interleave(block[0], 1).repeat_interleave(block[1], 2)[:, : w.shape[1], : w.shape[2]]
+        q = (w.cpu() / every).to(torch.float8_e4m3fn)
+        quantised += [(q.to(DEVICE), s.to(DEVICE))]
+        widened += [(q.float() * every).to(DEVICE)]
+    (w_in, s_in), (w_out, s_out) = quantised
+    layout = dispatch.Layout(True, False, False, weights.layout.activation, block)
+    return dispatch.Weights(w_in, w_out, None, None, layout, s_in, s_out), dispatch.Weights(
+        *widened, None, None, weights.layout
+    )
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 12, 60])
+@pytest.mark.parametrize(("d", "m"), [(256, 128), (320, 64)])
+def test_fp8_weights_are_read_as_they_are(tokens, d, m):
+    """Block factors, also where the last block of columns is a part."""
+    stored, widened = fp8_weights(EXPERTS, d, m, (64, 64))
+    ids, gates = random_routing(tokens, 3, "sum")
+    ids = torch.where(torch.rand(tokens, 3, generator=torch.Generator().manual_seed(3)).to(DEVICE) < 0.4, EXPERTS, ids)
+    x = torch.randn(tokens, d, generator=torch.Generator().manual_seed(2)).to(DEVICE)
+    y = dispatch.run(x, ids, gates, stored)
+    torch.testing.assert_close(y.double(), dense(x, ids, gates, widened), rtol=1e-4, atol=1e-5)
+
+
 def test_uninitialised_memory_never_leaks(monkeypatch):
     """Every workspace starts as NaN."""
     stock = torch.empty

@@ -21,9 +21,10 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 @pytest.mark.parametrize("kind", [TopK(4, False, True), TopK(6, False, False), TopK(3, True, True)])
 @pytest.mark.parametrize("policy", [make("ace"), make("share", gain="kept", min_active=2)], ids=["ace", "share"])
-def test_one_kernel_equals_top_k_and_rule(kind, policy):
+@pytest.mark.parametrize("tokens", [1, 9, 70])
+def test_one_kernel_equals_top_k_and_rule(kind, policy, tokens):
     g = torch.Generator().manual_seed(0)
-    logits = torch.randn(9, 20, generator=g).to(DEVICE)
+    logits = torch.randn(tokens, 20, generator=g).to(DEVICE)
     tables = {n: (torch.rand(20, generator=g) + 0.5).to(DEVICE) for n in ("gsp", "rcr")}
     fast = FastPath(None, policy, None)
     fast.top_k = kind
@@ -34,7 +35,7 @@ def test_one_kernel_equals_top_k_and_rule(kind, policy):
         decision = policy.route(Routing(expected_ids, expected, tables, threshold))
         assert torch.equal(ids, torch.where(decision.keep, expected_ids, 20))
         torch.testing.assert_close(gates, decision.gates, rtol=1e-5, atol=1e-6)
-        assert counts.tolist() == [9 * kind.top_k, int(decision.keep.sum())]
+        assert counts.tolist() == [tokens * kind.top_k, int(decision.keep.sum())]
 
 
 @pytest.mark.parametrize(

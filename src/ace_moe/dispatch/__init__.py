@@ -49,9 +49,7 @@ class FastPath:
 
     def routes(self, tokens: int) -> bool:
         """Whether the router's own top-k is left to `route` for this many tokens."""
-        from .routing import FEW
-
-        return self.top_k is not None and 0 < tokens <= FEW
+        return self.top_k is not None and tokens > 0
 
     def route(
         self, logits: Tensor, tables: Mapping[str, Tensor], threshold: Tensor, token_mask: Tensor | None, counts: Tensor
@@ -71,8 +69,15 @@ class FastPath:
             hidden, ids, gates, module.gate_up_proj if gated else module.up_proj, module.down_proj,
             getattr(module, "gate_up_proj_bias" if gated else "up_proj_bias", None),
             getattr(module, "down_proj_bias", None), self.arrived, gated, layout.interleaved, layout.transposed,
-            *layout.activation,
+            *layout.activation, *self._factors(module),
         )  # fmt: skip
+
+    def _factors(self, module: nn.Module) -> tuple[Tensor, Tensor, int, int] | tuple[()]:
+        """What FP8 weights are multiplied by."""
+        if self.layout.block is None:
+            return ()
+        up = module.gate_up_proj_scale_inv if self.layout.gated else module.up_proj_scale_inv
+        return up, module.down_proj_scale_inv, *self.layout.block  # type: ignore[return-value]
 
 
 def fast_path(module: nn.Module, policy: Policy, choice: Choice = "auto") -> FastPath | str:

@@ -9,7 +9,10 @@ import triton
 
 
 class Tiles(NamedTuple):
-    """Rows, columns and depth of a tile in the up and the down product, with warps and pipeline stages."""
+    """Rows, columns and depth of a tile in the up and the down product, with warps and pipeline stages.
+
+    `tail` is the height of the smaller tile for an expert's last slots.
+    """
 
     bm: int
     bn_up: int
@@ -20,14 +23,17 @@ class Tiles(NamedTuple):
     bk_down: int
     warps_down: int
     stages_down: int
+    tail: int = 0
 
 
-def one_tiles(tokens: int, d: int, m: int) -> Tiles:
-    """Two rows at a time and up to 2,048 columns, so that a tile's loads are one burst."""
+def one_tiles(tokens: int, d: int, m: int, block: int = 0) -> Tiles:
+    """Two rows at a time and up to 2,048 columns, so that a tile's loads are one burst. `block`: columns per FP8 factor."""
     deep, narrow = min(2048, triton.next_power_of_2(d)), min(256, triton.next_power_of_2(m))
+    if block:
+        deep, narrow = max(block, deep), block
     if tokens == 1:
         return Tiles(0, 2, deep, 8, 1, 2, narrow, 8, 1)
-    return Tiles(0, 2, min(1024, deep), 4, 1, 4, narrow, 8, 1)
+    return Tiles(0, 2, max(block, min(1024, deep)), 4, 1, 4, narrow, 8, 1)
 
 
 def few_tiles(tokens: int, d: int, m: int, dtype: torch.dtype) -> Tiles:
@@ -38,11 +44,14 @@ def few_tiles(tokens: int, d: int, m: int, dtype: torch.dtype) -> Tiles:
     return Tiles(0, 32, 128, 2, 3, 64, 64, 2, 4)
 
 
-def many_tiles(slots_per_expert: int, d: int, m: int, dtype: torch.dtype) -> Tiles:
+def many_tiles(slots_per_expert: int, d: int, m: int, dtype: torch.dtype, large: bool) -> Tiles:
+    """`large`: the GPU has Hopper's shared memory; others get tiles that fit everywhere."""
     if dtype == torch.float32:
-        return Tiles(16, 32, 32, 4, 2, 32, 32, 4, 2)
+        return Tiles(32, 32, 32, 4, 2, 32, 32, 4, 2, tail=16)
     if slots_per_expert <= 16:
-        return Tiles(16, 32, 128, 4, 4, 64, 128, 4, 4)
+        return Tiles(16, 32, 128, 4, 4 if large else 2, 64, 128, 4, 4 if large else 2, tail=16)
     if slots_per_expert <= 64:
-        return Tiles(64, 64, 64, 4, 3, 128, 64, 4, 3)
-    return Tiles(128, 128, 64, 8, 4, 256, 64, 8, 4)
+        return Tiles(64, 64, 64, 4, 3, 128, 64, 4, 3, tail=32)
+    if not large:
+        return Tiles(64, 64, 64, 4, 3, 128, 64, 4, 3, tail=32)
+    return Tiles(128, 128, 64, 8, 4, 256, 64, 8, 4, tail=64)

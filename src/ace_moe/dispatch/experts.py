@@ -6,63 +6,22 @@ CUDA graph; which slots are skipped is decided on the device.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cache
 
 import torch
 import triton
-from torch import Tensor, nn
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
-from . import kernels
-from .activation import Activation, recognise
+from . import few_kernel, many_kernel, one_kernel, sort_kernel
 from .config import Tiles, few_tiles, many_tiles, one_tiles
+from .layout import Layout, Weights
+
+__all__ = ["FEW", "ONE", "Layout", "Weights", "arrivals", "run"]
 
 ONE = 4  # tokens up to which a product per slot is fastest
 FEW = 16  # tokens up to which one program takes all slots of an expert along
-
-
-@dataclass(frozen=True)
-class Layout:
-    """How an experts module stores its projections: w_in [E, 2m or m, d], w_out [E, d, m], or both transposed."""
-
-    gated: bool
-    interleaved: bool
-    transposed: bool
-    activation: Activation
-
-    @classmethod
-    def of(cls, module: nn.Module) -> Layout | str:
-        """The module's layout, or why the kernels cannot run it."""
-        if getattr(module, "has_post_expert_norm", False):
-            return "a norm follows each expert"
-        weight = module.gate_up_proj if module.has_gate else module.up_proj
-        if weight.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-            return f"weights are {str(weight.dtype).removeprefix('torch.')}"
-        activation = recognise(module)
-        if activation is None:
-            return "its activation is not one the kernels compute"
-        return cls(bool(module.has_gate), not module.is_concatenated, bool(module.is_transposed), activation)
-
-
-@dataclass(frozen=True)
-class Weights:
-    """The tensors of one layer's experts, with strides (expert, row, column) in one orientation."""
-
-    w_in: Tensor
-    w_out: Tensor
-    b_in: Tensor | None
-    b_out: Tensor | None
-    layout: Layout
-
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        """E, d, m."""
-        first, second = self.w_out.shape[1:]
-        return (self.w_out.shape[0], second, first) if self.layout.transposed else (self.w_out.shape[0], first, second)
-
-    def strides(self, w: Tensor) -> tuple[int, int, int]:
-        e, a, b = w.stride()
-        return (e, b, a) if self.layout.transposed else (e, a, b)
+BULK: bool | None = None  # whether the copy engine fetches weights; None: where there is one
 
 
 def power_of_two(n: int, least: int = 1) -> int:
@@ -85,10 +44,23 @@ def arrivals(tokens: int, hidden: int, device: torch.device) -> Tensor:
 
 
 @cache
-def early_start(device: torch.device) -> dict[str, bool]:
-    """Launch options: from Hopper on, a kernel may start before the one in front of it has ended."""
-    able = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
-    return {"EARLY": True, "launch_pdl": True} if able else {"EARLY": False}
+def hopper(device: torch.device) -> bool:
+    """From Hopper on a kernel may start before the one in front has ended, and a copy engine fetches whole tiles."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def _early_start(device: torch.device) -> dict[str, bool]:
+    return {"EARLY": True, "launch_pdl": True} if hopper(device) else {"EARLY": False}
+
+
+def _factors(weights: Weights, s: Tensor | None, w: Tensor) -> tuple[Tensor, int, int, int]:
+    """The FP8 factors with their strides, or a stand-in that is never read."""
+    return (w, 0, 0, 0) if s is None else (s, *s.stride())  # type: ignore[return-value]
+
+
+def _quantised(weights: Weights) -> dict[str, int]:
+    rows, columns = weights.layout.block or (1, 0)
+    return {"QN": rows, "QK": columns}
 
 
 def _up_options(weights: Weights, tiles: Tiles, d: int) -> dict[str, object]:
@@ -96,7 +68,7 @@ def _up_options(weights: Weights, tiles: Tiles, d: int) -> dict[str, object]:
     return {
         "BN": tiles.bn_up, "BK": tiles.bk_up, "EVEN": d % tiles.bk_up == 0, "GATED": layout.gated,
         "INTERLEAVED": layout.interleaved, "BIAS": weights.b_in is not None, "KIND": layout.activation.kind,
-        "ALPHA": layout.activation.alpha, "LIMIT": layout.activation.limit,
+        "ALPHA": layout.activation.alpha, "LIMIT": layout.activation.limit, **_quantised(weights),
         "num_warps": tiles.warps_up, "num_stages": tiles.stages_up,
     }  # fmt: skip
 
@@ -104,22 +76,24 @@ def _up_options(weights: Weights, tiles: Tiles, d: int) -> dict[str, object]:
 def _down_options(weights: Weights, tiles: Tiles, m: int) -> dict[str, object]:
     return {
         "BN": tiles.bn_down, "BK": tiles.bk_down, "EVEN": m % tiles.bk_down == 0, "BIAS": weights.b_out is not None,
-        "num_warps": tiles.warps_down, "num_stages": tiles.stages_down,
+        **_quantised(weights), "num_warps": tiles.warps_down, "num_stages": tiles.stages_down,
     }  # fmt: skip
 
 
 def _one(x: Tensor, ids: Tensor, gates: Tensor, weights: Weights) -> Tensor:
     (tokens, k), (experts, d, m) = ids.shape, weights.shape
-    tiles, early = one_tiles(tokens, d, m), early_start(x.device)
+    tiles, early = one_tiles(tokens, d, m, weights.columns), _early_start(x.device)
     h = torch.empty(tokens * k, m, dtype=x.dtype, device=x.device)
     y = torch.empty(tokens, d, dtype=x.dtype, device=x.device)
     b_in, b_out = _or(weights.b_in, x), _or(weights.b_out, x)
-    kernels.one_up[(triton.cdiv(m, tiles.bn_up), tokens * k)](
-        x, ids, weights.w_in, b_in, h, experts, d, m, x.stride(0), *weights.strides(weights.w_in), b_in.stride(0),
-        TOP_K=k, **early, **_up_options(weights, tiles, d),
+    s_in, *in_factors = _factors(weights, weights.s_in, x)
+    s_out, *out_factors = _factors(weights, weights.s_out, x)
+    one_kernel.one_up[(triton.cdiv(m, tiles.bn_up), tokens * k)](
+        x, ids, weights.w_in, s_in, b_in, h, experts, d, m, x.stride(0), *weights.strides(weights.w_in), *in_factors,
+        b_in.stride(0), TOP_K=k, **early, **_up_options(weights, tiles, d),
     )  # fmt: skip
-    kernels.one_down[(triton.cdiv(d, tiles.bn_down), tokens)](
-        h, ids, gates, weights.w_out, b_out, y, experts, d, m, *weights.strides(weights.w_out),
+    one_kernel.one_down[(triton.cdiv(d, tiles.bn_down), tokens)](
+        h, ids, gates, weights.w_out, s_out, b_out, y, experts, d, m, *weights.strides(weights.w_out), *out_factors,
         TOP_K=k, KP=power_of_two(k), **early, **_down_options(weights, tiles, m),
     )  # fmt: skip
     return y
@@ -127,7 +101,7 @@ def _one(x: Tensor, ids: Tensor, gates: Tensor, weights: Weights) -> Tensor:
 
 def _few(x: Tensor, ids: Tensor, gates: Tensor, weights: Weights, arrived: Tensor | None) -> Tensor:
     (tokens, k), (experts, d, m) = ids.shape, weights.shape
-    slots, tiles = tokens * k, few_tiles(tokens, d, m, x.dtype)
+    slots, tiles = tokens * k, _fitting(few_tiles(tokens, d, m, x.dtype), weights)
     h = torch.empty(slots, m, dtype=x.dtype, device=x.device)
     partial = torch.empty(slots, d, dtype=torch.float32, device=x.device)
     y = torch.empty(tokens, d, dtype=x.dtype, device=x.device)
@@ -135,54 +109,79 @@ def _few(x: Tensor, ids: Tensor, gates: Tensor, weights: Weights, arrived: Tenso
         arrived = arrivals(tokens, d, x.device)
     shared = {"TOP_K": k, "SP": power_of_two(slots), "BM": power_of_two(tokens, 16)}
     b_in, b_out = _or(weights.b_in, x), _or(weights.b_out, x)
-    kernels.few_up[(triton.cdiv(m, tiles.bn_up), slots)](
-        x, ids, weights.w_in, b_in, h, slots, experts, d, m, x.stride(0), *weights.strides(weights.w_in), b_in.stride(0),
-        **shared, **_up_options(weights, tiles, d),
+    s_in, *in_factors = _factors(weights, weights.s_in, x)
+    s_out, *out_factors = _factors(weights, weights.s_out, x)
+    few_kernel.few_up[(triton.cdiv(m, tiles.bn_up), slots)](
+        x, ids, weights.w_in, s_in, b_in, h, slots, experts, d, m, x.stride(0), *weights.strides(weights.w_in),
+        *in_factors, b_in.stride(0), **shared, **_up_options(weights, tiles, d),
     )  # fmt: skip
-    kernels.few_down[(triton.cdiv(d, tiles.bn_down), slots)](
-        h, ids, gates, weights.w_out, b_out, partial, arrived, y, slots, experts, d, m, *weights.strides(weights.w_out),
-        KP=power_of_two(k), **shared, **_down_options(weights, tiles, m),
+    few_kernel.few_down[(triton.cdiv(d, tiles.bn_down), slots)](
+        h, ids, gates, weights.w_out, s_out, b_out, partial, arrived, y, slots, experts, d, m,
+        *weights.strides(weights.w_out), *out_factors, KP=power_of_two(k), **shared, **_down_options(weights, tiles, m),
     )  # fmt: skip
     return y
 
 
 def _many(x: Tensor, ids: Tensor, gates: Tensor, weights: Weights) -> Tensor:
     (tokens, k), (experts, d, m) = ids.shape, weights.shape
-    slots, tiles = tokens * k, many_tiles(tokens * k // experts, d, m, x.dtype)
-    counts, order, tile_expert, tile_start = _sorted(ids, experts, tiles.bm)
+    slots, large = tokens * k, hopper(x.device)
+    tiles = _fitting(many_tiles(slots // experts, d, m, x.dtype, large), weights)
+    order, *where = _sorted(ids, experts, tiles.bm)
     h = torch.empty(slots, m, dtype=x.dtype, device=x.device)
     parts = torch.empty(slots, d, dtype=x.dtype, device=x.device)
     y = torch.empty(tokens, d, dtype=x.dtype, device=x.device)
-    shared = {"EP": power_of_two(experts), "BM": tiles.bm}
+    bulk = BULK if BULK is not None else large
+    desc_in, desc_out = (
+        _bulk(weights, w, shape) if bulk else None
+        for w, shape in ((weights.w_in, (tiles.bn_up, tiles.bk_up)), (weights.w_out, (tiles.bn_down, tiles.bk_down)))
+    )
     b_in, b_out = _or(weights.b_in, x), _or(weights.b_out, x)
-    kernels.many_up[(triton.cdiv(m, tiles.bn_up), len(tile_expert))](
-        x, counts, tile_expert, tile_start, order, weights.w_in, b_in, h, d, m, x.stride(0),
-        *weights.strides(weights.w_in), b_in.stride(0), TOP_K=k, **shared, **_up_options(weights, tiles, d),
+    s_in, *in_factors = _factors(weights, weights.s_in, x)
+    s_out, *out_factors = _factors(weights, weights.s_out, x)
+    shared = {"BM": tiles.bm, "TAIL": tiles.tail}
+    many_kernel.many_up[(triton.cdiv(m, tiles.bn_up), len(where[0]))](
+        x, *where, order, weights.w_in, x if desc_in is None else desc_in, s_in, b_in, h, d, m, x.stride(0),
+        *weights.strides(weights.w_in), *in_factors, b_in.stride(0), TOP_K=k, BULK=desc_in is not None, **shared,
+        **_up_options(weights, tiles, d),
     )  # fmt: skip
-    kernels.many_down[(triton.cdiv(d, tiles.bn_down), len(tile_expert))](
-        h, gates, counts, tile_expert, tile_start, order, weights.w_out, b_out, parts, d, m,
-        *weights.strides(weights.w_out), **shared, **_down_options(weights, tiles, m),
+    many_kernel.many_down[(triton.cdiv(d, tiles.bn_down), len(where[0]))](
+        h, gates, *where, order, weights.w_out, x if desc_out is None else desc_out, s_out, b_out, parts, d, m,
+        *weights.strides(weights.w_out), *out_factors, BULK=desc_out is not None, **shared,
+        **_down_options(weights, tiles, m),
     )  # fmt: skip
     width = min(1024, power_of_two(d))
-    kernels.many_sum[(triton.cdiv(d, width), tokens)](parts, ids, y, experts, d, TOP_K=k, BN=width, num_warps=4)
+    many_kernel.many_sum[(triton.cdiv(d, width), tokens)](parts, ids, y, experts, d, TOP_K=k, BN=width, num_warps=4)
     return y
 
 
+def _bulk(weights: Weights, w: Tensor, shape: tuple[int, int]) -> TensorDescriptor | None:
+    """A descriptor of w as [E · rows, columns], where its layout lets the copy engine read it."""
+    layout = weights.layout
+    plain = layout.block is None and not layout.transposed and not layout.interleaved and w.is_contiguous()
+    if not plain or w.shape[2] * w.element_size() % 16 or w.data_ptr() % 16:
+        return None
+    return TensorDescriptor.from_tensor(w.view(-1, w.shape[2]), list(shape))
+
+
+def _fitting(tiles: Tiles, weights: Weights) -> Tiles:
+    """With FP8 factors a tile lies inside one block of columns."""
+    if not weights.columns:
+        return tiles
+    return tiles._replace(bk_up=min(tiles.bk_up, weights.columns), bk_down=min(tiles.bk_down, weights.columns))
+
+
 def _sorted(ids: Tensor, experts: int, bm: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """counts [E]; kept slots in order of their expert; for each tile of `bm` slots its expert and its start."""
+    """Kept slots in order of their expert; for each tile of `bm` slots its expert, its start, its number of slots."""
     slots, device = ids.numel(), ids.device
     counts = torch.zeros(experts, dtype=torch.int32, device=device)
-    rank, order = (torch.empty(slots, dtype=torch.int32, device=device) for _ in range(2))
-    block = 512
-    grid = (triton.cdiv(slots, block),)
-    kernels.many_rank[grid](ids, counts, rank, slots, experts, BLOCK=block)
-    padded = power_of_two(experts)
-    narrow = 64
-    kernels.many_sort[(triton.cdiv(slots, narrow),)](ids, counts, rank, order, slots, experts, EP=padded, BLOCK=narrow)
+    ranks, order = (torch.empty(slots, dtype=torch.int32, device=device) for _ in range(2))
+    block, narrow, padded = 512, 64, power_of_two(experts)
+    sort_kernel.rank[(triton.cdiv(slots, block),)](ids, counts, ranks, slots, experts, BLOCK=block)
+    sort_kernel.sort[(triton.cdiv(slots, narrow),)](ids, counts, ranks, order, slots, experts, EP=padded, BLOCK=narrow)
     tiles = triton.cdiv(triton.cdiv(slots, bm) + experts, narrow) * narrow
-    tile_expert, tile_start = (torch.empty(tiles, dtype=torch.int32, device=device) for _ in range(2))
-    kernels.many_tiles[(tiles // narrow,)](counts, tile_expert, tile_start, experts, EP=padded, BM=bm, BLOCK=narrow)
-    return counts, order, tile_expert, tile_start
+    where = [torch.empty(tiles, dtype=torch.int32, device=device) for _ in range(3)]
+    sort_kernel.tiles[(tiles // narrow,)](counts, *where, experts, EP=padded, BM=bm, BLOCK=narrow)
+    return order, where[0], where[1], where[2]
 
 
 def _or(bias: Tensor | None, stand_in: Tensor) -> Tensor:

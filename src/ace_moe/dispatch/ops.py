@@ -65,10 +65,18 @@ def run_experts(
     kind: int,
     alpha: float,
     limit: float,
+    s_in: Tensor | None = None,
+    s_out: Tensor | None = None,
+    block_rows: int = 1,
+    block_columns: int = 0,
 ) -> Tensor:
-    """x [T, d], ids and gates [T, k] → y [T, d]; slots whose id is no expert are not run."""
-    layout = experts.Layout(gated, interleaved, transposed, Activation(kind, alpha, limit))
-    return experts.run(x, ids, gates, experts.Weights(w_in, w_out, b_in, b_out, layout), arrived)
+    """x [T, d], ids and gates [T, k] → y [T, d]; slots whose id is no expert are not run.
+
+    s_in, s_out are FP8 factors, one for each block of rows and columns.
+    """
+    block = (block_rows, block_columns) if s_in is not None else None
+    layout = experts.Layout(gated, interleaved, transposed, Activation(kind, alpha, limit), block)
+    return experts.run(x, ids, gates, experts.Weights(w_in, w_out, b_in, b_out, layout, s_in, s_out), arrived)
 
 
 @run_experts.register_fake
@@ -97,12 +105,13 @@ def route(
     tokens, count = logits.shape
     ids = torch.empty(tokens, top_k, dtype=torch.int64, device=logits.device)
     gates = torch.empty(tokens, top_k, dtype=dtype, device=logits.device)
-    route_kernel.route[(tokens,)](
+    block = 1 if tokens <= 64 else 16
+    route_kernel.route[(triton.cdiv(tokens, block),)](
         logits, ids if first is None else first, ids if second is None else second, threshold,
-        ids if token_mask is None else token_mask, counts, ids, gates, count, logits.stride(0),
-        K=top_k, KP=power_of_two(top_k), EP=power_of_two(count), SIGMOID=sigmoid, NORMALISE=normalise,
+        ids if token_mask is None else token_mask, counts, ids, gates, tokens, count, logits.stride(0),
+        K=top_k, KP=power_of_two(top_k), EP=power_of_two(count), BT=block, SIGMOID=sigmoid, NORMALISE=normalise,
         VIEWS=(first is not None) + (second is not None), FUSION=fusion, GAIN=gain, MIN_ACTIVE=min_active,
-        MIN_MASS=min_mass, MASKED=token_mask is not None, num_warps=1,
+        MIN_MASS=min_mass, MASKED=token_mask is not None, num_warps=1 if block == 1 else 4,
     )  # fmt: skip
     return ids, gates
 

@@ -1,7 +1,7 @@
 """Routing and rule in one kernel: logits in, kept ids and rescaled gates out, for routers that are a plain top-k.
 
 torch's top-k, its sort, the softmax around it and the rule are six launches a layer; at one token each costs more than
-its work. One program per token picks the k largest scores one after the other and decides them at once.
+its work. A program picks the k largest scores of its tokens one after the other and decides them at once.
 """
 
 from __future__ import annotations
@@ -14,33 +14,35 @@ from .rule_kernel import settle
 
 @triton.jit
 def route(
-    logits, first, second, threshold, mask, counts, out_ids, out_gates, E, row,
-    K: tl.constexpr, KP: tl.constexpr, EP: tl.constexpr, SIGMOID: tl.constexpr, NORMALISE: tl.constexpr,
+    logits, first, second, threshold, mask, counts, out_ids, out_gates, T, E, row,
+    K: tl.constexpr, KP: tl.constexpr, EP: tl.constexpr, BT: tl.constexpr, SIGMOID: tl.constexpr, NORMALISE: tl.constexpr,
     VIEWS: tl.constexpr, FUSION: tl.constexpr, GAIN: tl.constexpr, MIN_ACTIVE: tl.constexpr, MIN_MASS: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Grid (T). Scores are softmax or sigmoid of the logits in fp32; ties go to the lower expert id."""
-    t = tl.program_id(0)
+    """Grid (tiles of T). Scores are softmax or sigmoid of the logits in fp32; ties go to the lower expert id."""
+    t = tl.program_id(0) * BT + tl.arange(0, BT)
     lanes = tl.arange(0, EP)
-    z = tl.load(logits + t * row + lanes, mask=lanes < E, other=-float("inf")).to(tl.float32)
+    real = (t < T)[:, None] & (lanes < E)[None, :]
+    z = tl.load(logits + t.to(tl.int64)[:, None] * row + lanes[None, :], mask=real, other=-float("inf")).to(tl.float32)
     if SIGMOID:
-        score = tl.where(lanes < E, tl.sigmoid(z), -1.0)
+        score = tl.where((lanes < E)[None, :], tl.sigmoid(z), -1.0)
     else:
-        score = tl.exp(z - tl.max(z, 0))
-        score = tl.where(lanes < E, score / tl.sum(score, 0), -1.0)
+        score = tl.exp(z - tl.max(z, 1)[:, None])
+        score = tl.where((lanes < E)[None, :], score / tl.sum(score, 1)[:, None], -1.0)
+    score = tl.where(real, score, -1.0)
     j = tl.arange(0, KP)
-    ids = tl.full((KP,), 2147483647, tl.int32)
-    gate = tl.zeros((KP,), tl.float32)
+    ids = tl.full((BT, KP), 2147483647, tl.int32)
+    gate = tl.zeros((BT, KP), tl.float32)
     for slot in tl.static_range(K):
-        best = tl.max(score, 0)
-        e = tl.min(tl.where(score == best, lanes, EP), 0)
-        ids = tl.where(j == slot, e, ids)
-        gate = tl.where(j == slot, best, gate)
-        score = tl.where(lanes == e, -2.0, score)
+        best = tl.max(score, 1)
+        e = tl.minimum(tl.min(tl.where(score == best[:, None], lanes[None, :], EP), 1), E - 1)  # NaN: any expert
+        ids = tl.where(j[None, :] == slot, e[:, None], ids)
+        gate = tl.where(j[None, :] == slot, best[:, None], gate)
+        score = tl.where(lanes[None, :] == e[:, None], -2.0, score)
     if NORMALISE:
-        gate = gate / tl.sum(gate, 0)
-    raw = gate.to(out_gates.dtype.element_ty)
+        gate = gate / tl.sum(gate, 1)[:, None]
+    there = (t < T)[:, None] & (j < K)[None, :]
     settle(
-        ids[None, :], raw[None, :], t + tl.zeros((1,), tl.int32), (j < K)[None, :], first, second, threshold, mask,
+        ids, gate.to(out_gates.dtype.element_ty), tl.minimum(t, T - 1), there, first, second, threshold, mask,
         counts, out_ids, out_gates, E, K, VIEWS, FUSION, GAIN, MIN_ACTIVE, MIN_MASS, MASKED,
     )  # fmt: skip

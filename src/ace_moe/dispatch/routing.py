@@ -8,9 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-FEW = 64  # tokens up to which one program a token beats torch's top-k
-
-
 class TopK(NamedTuple):
     """softmax or sigmoid of x Wᵀ, the k largest, divided by their sum or not."""
 

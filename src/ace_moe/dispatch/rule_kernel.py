@@ -22,14 +22,22 @@ def _rank(c, ids):
 
 
 @triton.jit
+def _count(counts, real, keep):
+    """counts [2] += routed, kept."""
+    tl.atomic_add(counts, tl.sum(tl.sum(real.to(tl.int64), 1), 0), sem="relaxed")
+    tl.atomic_add(counts + 1, tl.sum(tl.sum((real & keep).to(tl.int64), 1), 0), sem="relaxed")
+
+
+@triton.jit
 def settle(
     e, raw, t, there, first, second, threshold, mask, counts, out_ids, out_gates, E,
     K: tl.constexpr, VIEWS: tl.constexpr, FUSION: tl.constexpr, GAIN: tl.constexpr, MIN_ACTIVE: tl.constexpr,
-    MIN_MASS: tl.constexpr, MASKED: tl.constexpr,
+    MIN_MASS: tl.constexpr, MASKED: tl.constexpr, PHASED: tl.constexpr = False,
 ):  # fmt: skip
     """Decide the slots of tokens t [BT]: ids e and gates raw [BT, KP], `there` where a slot exists.
 
     VIEWS 0: gate share, 1: table `first`, 2: both tables fused by FUSION 0 max, 1 min, 2 mean. GAIN 0 kept, 1 none, 2 power.
+    PHASED: `mask` [T] holds 0 for prefill, 1 for decode, 2 for padding; `threshold` is [2] and `counts` [2, 2] by phase.
     """
     j = tl.arange(0, e.shape[1])
     at = t[:, None] * K + j[None, :]
@@ -58,7 +66,11 @@ def settle(
         earlier = order[:, None, :] >= order[:, :, None]
         skipped = tl.sum(tl.where(earlier, candidate[:, None, :], 0.0), 2)
         c = tl.where(there & (skipped > (1.0 - MIN_MASS) * tl.sum(gate, 1)[:, None]), float("inf"), c)
-    keep = there & ((c >= tl.load(threshold)) | (c != c))
+    tau = tl.load(threshold)
+    if PHASED:
+        phase = tl.load(mask + t).to(tl.int32)
+        tau = tl.load(threshold + tl.minimum(phase, 1))[:, None]
+    keep = there & ((c >= tau) | (c != c))
     untouched = tl.sum((there & (keep == 0)).to(tl.int32), 1)[:, None] == 0
     scaled = gate
     if GAIN == 0:
@@ -71,18 +83,20 @@ def settle(
     new = tl.where(untouched, raw, tl.where(keep, scaled, 0.0).to(raw.dtype))
     tl.store(out_gates + at, new, mask=there)
     tl.store(out_ids + at, tl.where(keep, e, E).to(out_ids.dtype.element_ty), mask=there)
-    real = there
-    if MASKED:
-        real = there & (tl.load(mask + t) != 0)[:, None]
-    tl.atomic_add(counts, tl.sum(tl.sum(real.to(tl.int64), 1), 0), sem="relaxed")
-    tl.atomic_add(counts + 1, tl.sum(tl.sum((real & keep).to(tl.int64), 1), 0), sem="relaxed")
+    if PHASED:
+        for p in tl.static_range(2):
+            _count(counts + 2 * p, there & (phase == p)[:, None], keep)
+    elif MASKED:
+        _count(counts, there & (tl.load(mask + t) != 0)[:, None], keep)
+    else:
+        _count(counts, there, keep)
 
 
 @triton.jit
 def decide(
     ids, gates, first, second, threshold, mask, counts, out_ids, out_gates, T, E,
     K: tl.constexpr, KP: tl.constexpr, BT: tl.constexpr, VIEWS: tl.constexpr, FUSION: tl.constexpr, GAIN: tl.constexpr,
-    MIN_ACTIVE: tl.constexpr, MIN_MASS: tl.constexpr, MASKED: tl.constexpr,
+    MIN_ACTIVE: tl.constexpr, MIN_MASS: tl.constexpr, MASKED: tl.constexpr, PHASED: tl.constexpr = False,
 ):  # fmt: skip
     """out_ids, out_gates [T, k]: E in place of skipped experts, rescaled gates; counts += (routed, kept)."""
     t = tl.program_id(0) * BT + tl.arange(0, BT)
@@ -93,5 +107,5 @@ def decide(
     raw = tl.load(gates + at, mask=there, other=0.0)
     settle(
         e, raw, tl.minimum(t, T - 1), there, first, second, threshold, mask, counts, out_ids, out_gates, E,
-        K, VIEWS, FUSION, GAIN, MIN_ACTIVE, MIN_MASS, MASKED,
+        K, VIEWS, FUSION, GAIN, MIN_ACTIVE, MIN_MASS, MASKED, PHASED,
     )  # fmt: skip
