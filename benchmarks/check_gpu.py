@@ -7,12 +7,15 @@ Error = max |out − reference| over the RMS of its row. Bars: at most 1.5 × st
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 from transformers import Qwen3MoeConfig
 from transformers.integrations.moe import grouped_mm_experts_forward
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from ace_moe.dispatch import experts as dispatch
+from ace_moe.dispatch.attention import attend, workspace
 
 
 def experts_module(e: int, d: int, m: int, dtype: torch.dtype) -> Qwen3MoeExperts:
@@ -51,7 +54,52 @@ def poison():
     del junk
 
 
+def check_fp8() -> float:
+    """FP8 weights with a factor per 128 × 128 block, read as they are, against the same numbers in float64."""
+    worst = 0.0
+    e, d, m, k = 64, 2048, 768, 8
+    module = experts_module(e, d, m, torch.bfloat16)
+    layout = dispatch.Layout.of(module.cpu())
+    stored, factors = [], []
+    for w in (module.gate_up_proj, module.down_proj):
+        blocks = w.detach().float().cuda().unflatten(2, (-1, 128)).unflatten(1, (-1, 128))
+        s = blocks.abs().amax((2, 4)) / 448
+        stored.append((blocks / s[:, :, None, :, None]).to(torch.float8_e4m3fn).flatten(3, 4).flatten(1, 2))
+        factors.append(s.contiguous())
+    wide = [
+        (q.float().unflatten(2, (-1, 128)).unflatten(1, (-1, 128)) * s[:, :, None, :, None]).flatten(3, 4).flatten(1, 2)
+        for q, s in zip(stored, factors, strict=True)
+    ]
+    module.gate_up_proj, module.down_proj = (torch.nn.Parameter(w, False) for w in wide)
+    weights = dispatch.Weights(*stored, None, None, dataclasses.replace(layout, block=(128, 128)), *factors)
+    for tokens in (1, 3, 8, 16, 64, 300, 2048):
+        x = torch.randn(tokens, d, device="cuda").bfloat16()
+        ids = torch.rand(tokens, e, device="cuda").argsort(1)[:, :k].contiguous()
+        ids[:, 5:] = e
+        gates = torch.rand(tokens, k, device="cuda").softmax(-1)
+        worst = max(worst, error(dispatch.run(x, ids, gates, weights), reference(x, ids, gates, module)))
+    return worst
+
+
+def check_attention() -> float:
+    """Decode attention against SDPA in float64, over the largest value."""
+    worst = 0.0
+    for batch, positions in ((1, 1), (1, 272), (4, 1000), (16, 1040), (64, 300), (2, 20000)):
+        q = torch.randn(batch, 32, 1, 128, device="cuda").bfloat16()
+        k, v = (torch.randn(batch, 4, positions, 128, device="cuda").bfloat16() for _ in range(2))
+        mask = (torch.arange(positions, device="cuda") <= positions // 2)[None, None, None].expand(batch, 1, 1, -1)
+        mask = mask.contiguous()
+        y = attend(q, k, v, mask, workspace(torch.device("cuda")), 128**-0.5)
+        wide = [t.double().repeat_interleave(8, 1) for t in (k, v)]
+        ref = torch.nn.functional.scaled_dot_product_attention(q.double(), *wide, attn_mask=mask).transpose(1, 2)
+        worst = max(worst, float((y.double() - ref).abs().max() / ref.abs().max()))
+    return worst
+
+
 def main() -> None:
+    print(
+        f"FP8: max error over the row's RMS {check_fp8():.4f}; attention: over the largest value {check_attention():.4f}"
+    )
     worst = 0.0
     for dtype in (torch.bfloat16, torch.float16):
         for e, d, m, k in ((128, 2048, 768, 8), (60, 1408, 1000, 4), (16, 96, 40, 6), (5, 64, 48, 3)):

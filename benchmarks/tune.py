@@ -33,14 +33,15 @@ def layer(seed: int) -> dispatch.Weights:
 
 
 def routing(tokens: int, skip: float, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """x, ids, gates of uniform routing; slots beyond the first are skipped with equal probability."""
+    """x, ids, gates of uniform routing; the last slots of each token are skipped, the ratio met in the mean."""
     g = torch.Generator(device="cuda").manual_seed(seed)
     x = torch.randn(tokens, HIDDEN, generator=g, device="cuda").bfloat16()
     ids = torch.rand(tokens, EXPERTS, generator=g, device="cuda").argsort(1)[:, :TOP_K].contiguous()
     gates = torch.rand(tokens, TOP_K, generator=g, device="cuda").softmax(-1)
     if skip:
-        drop = torch.rand(tokens, TOP_K, generator=g, device="cuda").argsort(1).argsort(1) >= TOP_K * (1 - skip)
-        ids = torch.where(drop & (torch.arange(TOP_K, device="cuda") > 0), EXPERTS, ids)
+        kept = TOP_K * (1 - skip)
+        each = int(kept) + (torch.rand(tokens, 1, generator=g, device="cuda") < kept - int(kept))
+        ids = torch.where(torch.arange(TOP_K, device="cuda") < each, ids, EXPERTS)
     return x, ids, gates
 
 
@@ -56,12 +57,19 @@ def candidates(tokens: int) -> list[Tiles]:
         shapes = [c for c in shapes if 24_000 <= 2 * c[0] * c[1] * c[3] <= 110_000 or c[0] * c[1] <= 4096]
         return [Tiles(0, *c, *base) for c in shapes] + [Tiles(0, *base, *c) for c in shapes]
     rows = tokens * TOP_K // EXPERTS
-    bms = (16,) if rows <= 8 else (16, 32) if rows <= 16 else (32, 64) if rows <= 64 else (64, 128)
-    out = []
-    for bm, (bn, bk, w, s) in itertools.product(bms, itertools.product((32, 64, 128), (64, 128), (4, 8), (3, 4))):
-        if bm * bn <= 128 * 128 and 2 * s * (bm + 2 * bn) * bk <= 220_000:
-            out.append(Tiles(bm, bn, bk, w, s, min(2 * bn, 256), bk, w, s))
-    return out
+    heights = (
+        [(16, 16)]
+        if rows <= 16
+        else [(64, 64), (64, 32), (64, 16), (32, 16)]
+        if rows <= 64
+        else [(128, 128), (128, 64)]
+    )
+    wide = [(64, 64, 4, 3), (64, 64, 4, 4), (64, 128, 4, 3), (128, 64, 4, 3), (128, 64, 8, 3), (128, 64, 8, 4)]
+    shapes = wide if rows > 16 else [(32, 128, 4, 4), (64, 128, 4, 4), (32, 256, 4, 3), (64, 64, 4, 6)]
+    downs = [*shapes, (256, 64, 8, 3), (256, 64, 8, 4)] if rows > 64 else shapes
+    base, base_down = shapes[-1], downs[-1]
+    ups = [Tiles(bm, *up, *base_down, tail) for (bm, tail), up in itertools.product(heights, shapes)]
+    return ups + [Tiles(bm, *base, *down, tail) for (bm, tail), down in itertools.product(heights, downs)]
 
 
 def use(tiles: Tiles) -> None:
@@ -127,14 +135,12 @@ def best(tokens: int, layers: list[dispatch.Weights], skip: float) -> tuple[list
 
 def merged(found: list[tuple[float, Tiles]], tokens: int) -> Tiles:
     """The best up with the best down, where they were tuned apart."""
-    if tokens > dispatch.FEW:
-        return found[0][1]
     every = candidates(tokens)
-    ups = {t for t in every if t[5:] == every[0][5:]}
+    ups = {t for t in every if t[5:9] == every[0][5:9]}
     downs = {t for t in every if t[1:5] == every[-1][1:5]}
     up = next(t for _, t in found if t in ups)
-    down = next(t for _, t in found if t in downs)
-    return Tiles(0, *up[1:5], *down[5:])
+    down = next(t for _, t in found if t in downs and (t.bm, t.tail) == (up.bm, up.tail))
+    return Tiles(up.bm, *up[1:5], *down[5:9], up.tail)
 
 
 def main() -> None:

@@ -1,7 +1,7 @@
-"""TTFT and TPOT of one model, stock and ours, at several ratios.
+"""TTFT and TPOT of one model as it stands: prompts and decode steps, compiled layer by layer, each in one CUDA graph.
 
-Prefill is one CUDA graph of the whole forward. Decode is the compiled step with a static cache and CUDA graphs, as
-`generate(cache_implementation="static")` runs it. On a CPU both run as they are: the numbers are for comparing there.
+Stock and ours go through the same code, so what differs is the experts. On a CPU both run uncompiled: the numbers are for
+comparing there.
 """
 
 from __future__ import annotations
@@ -14,9 +14,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, StaticCache
+from transformers import PreTrainedModel
 
-PROMPT = 256  # tokens in the cache before decoding starts
+from ..decoding import Decoder
+from ..integrations.layerwise import compiled_layers
+
+STEPS = 16  # tokens of one timed decode
 
 
 @dataclass(frozen=True)
@@ -28,7 +31,7 @@ class Timing:
     spread: float
 
 
-def _median(
+def median(
     step: Callable[[], Any], repeats: int, device: torch.device, prepare: Callable[[], None] = lambda: None
 ) -> Timing:
     walls, gpus = [], []
@@ -63,69 +66,57 @@ def random_ids(model: PreTrainedModel, batch: int, tokens: int, seed: int = 0) -
     return torch.randint(5, vocabulary, (batch, tokens), device=model.device, generator=generator)
 
 
-@torch.inference_mode()
-def first_token(model: PreTrainedModel, batch: int, tokens: int, repeats: int = 5) -> Timing:
-    """TTFT: the whole prompt, logits of its last token."""
-    ids = random_ids(model, batch, tokens)
+class Prompt:
+    """A whole prompt and the logits of its last token, ready to be timed; budgets may change between timings."""
 
-    def step() -> Tensor:
-        return model(input_ids=ids, use_cache=False, logits_to_keep=1).logits
-
-    for _ in range(2):
-        step()
-    if model.device.type == "cuda":
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            step()
-        return _median(graph.replay, repeats, model.device)
-    return _median(step, repeats, model.device)
-
-
-class Decoder:
-    """A model's decode step for one batch size, compiled once; budgets may change between timings."""
-
-    def __init__(self, model: PreTrainedModel, batch: int, steps: int = 16):
-        torch._dynamo.reset()
-        self.model, self.steps = model, steps
-        self.ids = random_ids(model, batch, PROMPT + steps, seed=1)
-        self.cache = StaticCache(config=model.config, max_cache_len=PROMPT + steps)
-        self.token, self.position = (
-            self.ids[:, :1].clone(),
-            torch.zeros(batch, 1, dtype=torch.long, device=model.device),
-        )
-        with torch.no_grad():
-            model(input_ids=self.ids[:, :PROMPT], past_key_values=self.cache, logits_to_keep=1)
-        self.step = compiled(model) if model.device.type == "cuda" else model
-        for _ in range(2):
-            self._rewind()
-            self._run()
-
-    def _rewind(self) -> None:
-        """Back to the end of the prompt, so that every run sees a cache of the same length and none outgrows it."""
-        for layer in self.cache.layers:
-            if isinstance(getattr(layer, "cumulative_length", None), Tensor):
-                layer.cumulative_length.fill_(PROMPT)
+    def __init__(self, model: PreTrainedModel, batch: int, tokens: int, compiled: bool = True):
+        self.model, self.ids = model, random_ids(model, batch, tokens)
+        self.run: Callable[[], Any] = self._forward
+        if model.device.type == "cuda":
+            self.run = self._capture(compiled)
 
     @torch.no_grad()
-    def _run(self) -> None:
-        for i in range(self.steps):
-            self.token.copy_(self.ids[:, PROMPT + i : PROMPT + i + 1])
-            self.position.fill_(PROMPT + i)
-            self.step(input_ids=self.token, past_key_values=self.cache, position_ids=self.position)
+    def _forward(self) -> Tensor:
+        return self.model(input_ids=self.ids, use_cache=False, logits_to_keep=1).logits
+
+    def _capture(self, compiled: bool) -> Callable[[], Any]:
+        """One graph; uncompiled for experts that sync with the host are run as they are."""
+        if not compiled:
+            return self._forward
+        with compiled_layers(self.model):
+            for _ in range(2):
+                self._forward()
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                self._forward()
+        return graph.replay
 
     def time(self, repeats: int = 5) -> Timing:
-        """TPOT, over runs of `steps` tokens each."""
-        found = _median(self._run, repeats, self.model.device, self._rewind)
-        gpu = None if found.gpu is None else found.gpu / self.steps
-        return Timing(found.wall / self.steps, gpu, found.spread / self.steps)
+        """TTFT."""
+        self.run()
+        return median(self.run, repeats, self.model.device)
 
 
-def compiled(model: PreTrainedModel) -> Any:
-    """The decode step in one graph. Guards on the model's own modules are dropped: they do not change while it serves,
-    and checking them at each of a few hundred tokens a second would cost more than skipping saves."""
-    options: dict[str, Any] = {
-        "triton.cudagraphs": True,
-        "guard_filter_fn": torch.compiler.skip_guard_on_all_nn_modules_unsafe,
-    }
-    return torch.compile(model, fullgraph=True, options=options)
+class Steps:
+    """Decode steps after a prompt, ready to be timed; every timing starts from the same cache."""
+
+    def __init__(self, model: PreTrainedModel, batch: int, prompt: int, **options: Any):
+        self.model, self.prompt = model, prompt
+        self.tokens = random_ids(model, batch, prompt + STEPS, seed=1)
+        self.decoder = Decoder(model, batch, prompt + STEPS, **options)
+        self.decoder.prefill(self.tokens[:, :prompt])
+        self.run()
+
+    def rewind(self) -> None:
+        self.decoder.rewind(self.prompt)
+
+    def run(self) -> None:
+        for i in range(STEPS):
+            self.decoder.step(self.tokens[:, self.prompt + i : self.prompt + i + 1])
+
+    def time(self, repeats: int = 5) -> Timing:
+        """TPOT."""
+        found = median(self.run, repeats, self.model.device, self.rewind)
+        gpu = None if found.gpu is None else found.gpu / STEPS
+        return Timing(found.wall / STEPS, gpu, found.spread / STEPS)

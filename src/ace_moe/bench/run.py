@@ -1,26 +1,39 @@
-"""One benchmark run: stock and ours at several ratios over a grid of prompt lengths and batch sizes, into one JSON."""
+"""One benchmark run: stock and ours at several ratios over a grid of prompt lengths and batch sizes.
+
+All paths of one size are captured first and then timed in turn, so that a machine that slows down slows all of them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
+from transformers.integrations.moe import ExpertsInterface
 
 from ..ace import ACE
 from ..budget import Histogram
 from ..offline import build_plan
-from .latency import Decoder, Timing, first_token, random_ids
+from .latency import Prompt, Steps, Timing, random_ids
+from .routing import observe
 
-PREFILL_GRID = ((1024, 1), (1024, 4), (1024, 16))
-DECODE_GRID = (1, 4, 16, 64)
+PAPER = ((256, 1), (512, 1), (1024, 1), (1024, 2), (1024, 4))  # the rows of the paper's latency table
+UNRULED = "ace_unruled"  # our kernels with the router's own slots: what the rule itself costs
+REPEATS = 5
+
+
+def _unruled(module: Any, hidden: Any, ids: Any, gates: Any) -> Any:
+    return module.ace.fast.experts(module, hidden, ids, gates)
+
+
+ExpertsInterface.register(UNRULED, _unruled)
 
 
 @dataclass(frozen=True)
 class Row:
-    """One measurement."""
+    """One measurement. `experts` are the distinct ones a layer reads, before and after skipping."""
 
     what: str
     path: str
@@ -31,14 +44,29 @@ class Row:
     wall_ms: float
     gpu_ms: float | None
     spread_ms: float
+    logit_spread: float | None = None
+    experts: float | None = None
+    executed: float | None = None
+    valid: bool | None = None
+    tb_s: float | None = None
+
+
+@dataclass(frozen=True)
+class Case:
+    """Something captured that can be timed, and how to set it up before."""
+
+    path: str
+    ratio: float
+    time: Callable[[int], Timing]
+    ours: bool = False
 
 
 class Bench:
     """Measures one model. `say` gets each row as it comes."""
 
-    def __init__(self, model: PreTrainedModel, ratios: Sequence[float], say: Callable[[Row], None]):
+    def __init__(self, model: PreTrainedModel, ratios: Sequence[float], say: Callable[[Row], None], plan: Any = None):
         self.model, self.ratios, self.say = model, ratios, say
-        self.ace = ACE(build_plan(model))
+        self.ace = ACE(plan or build_plan(model))
         self.taus = self._thresholds()
 
     @torch.no_grad()
@@ -51,35 +79,115 @@ class Bench:
             self.model(input_ids=random_ids(self.model, 1, 1024), use_cache=False, logits_to_keep=1)
         return {ratio: seen.threshold(ratio) for ratio in self.ratios}
 
-    def _row(self, what: str, path: str, size: tuple[int, int], ratio: float, realised: float, timing: Timing) -> Row:
-        row = Row(what, path, *size, ratio, realised, timing.wall, timing.gpu, timing.spread)
-        self.say(row)
+    def prefill(self, tokens: int, batch: int, stock: Sequence[str]) -> Iterator[Row]:
+        """Rows of TTFT. Stock's `eager` loops on the host and runs uncompiled."""
+
+        def make(path: str) -> Callable[[int], Timing]:
+            return Prompt(self.model, batch, tokens, compiled=path != "eager").time
+
+        yield from self._rows("ttft", (tokens, batch), stock, make)
+
+    def decode(self, batch: int, stock: Sequence[str], prompt: int = 256) -> Iterator[Row]:
+        """Rows of TPOT after `prompt` tokens."""
+
+        def make(path: str) -> Callable[[int], Timing]:
+            return Steps(self.model, batch, prompt, **({"captured": False} if path == "eager" else {})).time
+
+        yield from self._rows("tpot", (prompt, batch), stock, make)
+
+    def _rows(
+        self, what: str, size: tuple[int, int], stock: Sequence[str], make: Callable[[str], Callable[[int], Timing]]
+    ) -> Iterator[Row]:
+        cases = []
+        for path in stock:
+            self.model.set_experts_implementation(path)
+            cases.append(Case(path, 0.0, make(path)))
+        with self.ace(self.model):
+            cases += self._unruled(make) if what == "tpot" else []
+            time = make("ace")
+            cases += [Case("ace", ratio, time, ours=True) for ratio in self.ratios]
+            for case, timing, realised in self._in_turn(cases):
+                row = Row(what, case.path, *size, case.ratio, realised, timing.wall, timing.gpu, timing.spread)
+                row = self._described(row, case)
+                self.say(row)
+                yield row
+
+    def _unruled(self, make: Callable[[str], Callable[[int], Timing]]) -> list[Case]:
+        """Our kernels behind the stock router, where there are kernels."""
+        fast = [skipper.fast for skipper in self.ace.skippers]
+        if None in fast:
+            return []
+        kinds = [path.top_k for path in fast if path]
+        for path in fast:
+            path.top_k = None  # type: ignore[union-attr]
+        self.model.set_experts_implementation(UNRULED)
+        try:
+            return [Case(UNRULED, 0.0, make(UNRULED))]
+        finally:
+            self.model.set_experts_implementation("ace")
+            for path, kind in zip(fast, kinds, strict=True):
+                path.top_k = kind  # type: ignore[union-attr]
+
+    def _in_turn(self, cases: Sequence[Case]) -> list[tuple[Case, Timing, float]]:
+        """Each case once per round; medians over the rounds."""
+        found: list[list[Timing]] = [[] for _ in cases]
+        realised = [0.0] * len(cases)
+        for _ in range(REPEATS):
+            for i, case in enumerate(cases):
+                self.ace.set_threshold(self.taus.get(case.ratio, 0.0))
+                self.ace.reset()
+                found[i].append(case.time(1))
+                realised[i] = self.ace.realised if case.ours else 0.0
+        return [(case, _middle(times), ratio) for case, times, ratio in zip(cases, found, realised, strict=True)]
+
+    def _described(self, row: Row, case: Case) -> Row:
+        """With the routing behind it; for decode also the rate at which needed weights were read."""
+        if not case.ours:
+            return row
+        self.ace.set_threshold(self.taus[case.ratio])
+        decode = row.what == "tpot"
+        ids = random_ids(self.model, row.batch, 32 if decode else min(row.tokens, 1024), seed=1)
+        routed = observe(self.model, self.ace, ids, last=decode)
+        row = replace(
+            row, logit_spread=routed.spread, experts=routed.experts, executed=routed.executed, valid=routed.valid
+        )
+        if decode and row.gpu_ms is not None:
+            row = replace(row, tb_s=self._bytes(routed.executed) / row.gpu_ms / 1e9)
         return row
 
-    def prefill(self, tokens: int, batch: int, stock: Sequence[str]) -> Iterator[Row]:
-        for name in stock:
-            self.model.set_experts_implementation(name)
-            yield self._row("ttft", name, (tokens, batch), 0.0, 0.0, first_token(self.model, batch, tokens))
-        with self.ace(self.model):
-            for ratio in self.ratios:
-                self.ace.set_threshold(self.taus[ratio])
-                self.ace.reset()
-                timing = first_token(self.model, batch, tokens)
-                yield self._row("ttft", "ace", (tokens, batch), ratio, self.ace.realised, timing)
-
-    def decode(self, batch: int, stock: Sequence[str]) -> Iterator[Row]:
-        for name in stock:
-            self.model.set_experts_implementation(name)
-            yield self._row("tpot", name, (1, batch), 0.0, 0.0, Decoder(self.model, batch).time())
-        with self.ace(self.model):
-            decoder = Decoder(self.model, batch)
-            for ratio in self.ratios:
-                self.ace.set_threshold(self.taus[ratio])
-                self.ace.reset()
-                timing = decoder.time()
-                yield self._row("tpot", "ace", (1, batch), ratio, self.ace.realised, timing)
+    def _bytes(self, executed: float) -> float:
+        """Weights one decode step must read: all but embeddings and the experts nobody needs."""
+        experts = {id(p) for s in self.ace.skippers for p in s.owner[0].parameters()}
+        sizes = [(p.numel() * p.element_size(), id(p) in experts) for p in self.model.parameters()]
+        embeddings = self.model.get_input_embeddings().weight
+        dense = sum(size for size, expert in sizes if not expert) - embeddings.numel() * embeddings.element_size()
+        return (
+            dense + sum(size for size, expert in sizes if expert) * executed / self.ace.skippers[0].owner[0].num_experts
+        )
 
 
-def result(command: str, rows: Sequence[Row]) -> dict[str, Any]:
+def _middle(times: Sequence[Timing]) -> Timing:
+    walls, gpus = sorted(t.wall for t in times), sorted(t.gpu for t in times if t.gpu is not None)
+    return Timing(walls[len(walls) // 2], gpus[len(gpus) // 2] if gpus else None, walls[-1] - walls[0])
+
+
+def read_rate(device: torch.device) -> float | None:
+    """TB/s at which the GPU reads memory once, the ceiling of every decode step."""
+    if device.type != "cuda":
+        return None
+    big = torch.empty(1 << 30, dtype=torch.float32, device=device).normal_()
+    times = []
+    for _ in range(6):
+        before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        before.record()
+        big.sum()
+        after.record()
+        torch.cuda.synchronize()
+        times.append(before.elapsed_time(after))
+    return big.numel() * 4 / min(times) / 1e9
+
+
+def result(command: str, rows: Sequence[Row], ceiling: float | None = None) -> dict[str, Any]:
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-    return {"command": command, "device": device, "torch": torch.__version__, "rows": [asdict(r) for r in rows]}
+    facts = {"command": command, "device": device, "torch": torch.__version__, "read_tb_s": ceiling}
+    return {**facts, "rows": [asdict(r) for r in rows]}

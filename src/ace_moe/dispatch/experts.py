@@ -49,7 +49,8 @@ def hopper(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
-def _early_start(device: torch.device) -> dict[str, bool]:
+def early_start(device: torch.device) -> dict[str, bool]:
+    """Launch options of kernels that know how to wait for the one in front."""
     return {"EARLY": True, "launch_pdl": True} if hopper(device) else {"EARLY": False}
 
 
@@ -82,7 +83,7 @@ def _down_options(weights: Weights, tiles: Tiles, m: int) -> dict[str, object]:
 
 def _one(x: Tensor, ids: Tensor, gates: Tensor, weights: Weights) -> Tensor:
     (tokens, k), (experts, d, m) = ids.shape, weights.shape
-    tiles, early = one_tiles(tokens, d, m, weights.columns), _early_start(x.device)
+    tiles, early = one_tiles(tokens, d, m, weights.columns), early_start(x.device)
     h = torch.empty(tokens * k, m, dtype=x.dtype, device=x.device)
     y = torch.empty(tokens, d, dtype=x.dtype, device=x.device)
     b_in, b_out = _or(weights.b_in, x), _or(weights.b_out, x)
@@ -107,7 +108,7 @@ def _few(x: Tensor, ids: Tensor, gates: Tensor, weights: Weights, arrived: Tenso
     y = torch.empty(tokens, d, dtype=x.dtype, device=x.device)
     if arrived is None:
         arrived = arrivals(tokens, d, x.device)
-    shared = {"TOP_K": k, "SP": power_of_two(slots), "BM": power_of_two(tokens, 16)}
+    shared = {"TOP_K": k, "SP": power_of_two(slots), "BM": power_of_two(tokens, 16), **early_start(x.device)}
     b_in, b_out = _or(weights.b_in, x), _or(weights.b_out, x)
     s_in, *in_factors = _factors(weights, weights.s_in, x)
     s_out, *out_factors = _factors(weights, weights.s_out, x)

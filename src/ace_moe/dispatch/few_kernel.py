@@ -28,9 +28,12 @@ def few_up(
     x, ids, w, s, b, h, S, E, d, m, x_row, w_expert, w_row, w_col, s_expert, s_row, s_col, b_row,
     TOP_K: tl.constexpr, SP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr,
     GATED: tl.constexpr, INTERLEAVED: tl.constexpr, BIAS: tl.constexpr, KIND: tl.constexpr, ALPHA: tl.constexpr,
-    LIMIT: tl.constexpr, QN: tl.constexpr, QK: tl.constexpr,
+    LIMIT: tl.constexpr, QN: tl.constexpr, QK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """h [S, m] ← act of the up product, for the kept slots. Grid (tiles of m, S)."""
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     slot = tl.program_id(1)
     e = tl.load(ids + slot)
     if (e < 0) | (e >= E):
@@ -53,13 +56,16 @@ def few_up(
 def few_down(
     h, ids, gates, w, s, b, partial, arrived, y, S, E, d, m, w_expert, w_row, w_col, s_expert, s_row, s_col,
     TOP_K: tl.constexpr, KP: tl.constexpr, SP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    EVEN: tl.constexpr, BIAS: tl.constexpr, QN: tl.constexpr, QK: tl.constexpr,
+    EVEN: tl.constexpr, BIAS: tl.constexpr, QN: tl.constexpr, QK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """y [T, d] ← Σ over a token's kept slots of gate · (h W_downᵀ). Grid (tiles of d, S).
 
     Each program leaves its slots' parts in `partial` [S, d]; the last one to arrive at a token adds the parts in slot
     order, so the sum does not depend on the order of arrival. `arrived` [T, tiles] is zero before and after.
     """
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     slot = tl.program_id(1)
     tile = tl.program_id(0)
     n = tile * BN + tl.arange(0, BN)

@@ -29,11 +29,12 @@ class Layout:
         if getattr(module, "has_post_expert_norm", False):
             return "a norm follows each expert"
         weight = module.gate_up_proj if module.has_gate else module.up_proj
-        block = None
+        block: tuple[int, int] | None = None
         if weight.dtype == torch.float8_e4m3fn:
-            block = _fp8_block(module)
-            if isinstance(block, str):
-                return block
+            found = _fp8_block(module)
+            if isinstance(found, str):
+                return found
+            block = found
         elif weight.dtype not in (torch.bfloat16, torch.float16, torch.float32):
             return f"weights are {str(weight.dtype).removeprefix('torch.')}"
         activation = recognise(module)

@@ -73,6 +73,8 @@ def one_down(
     All slots are one tile [KP, BN, BK]. With EARLY the kernel starts while the up product still runs: it fetches its
     weights, which nobody is writing, and only then waits for h.
     """
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
     t = tl.program_id(1)
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     j = tl.arange(0, KP)

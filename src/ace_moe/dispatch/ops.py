@@ -8,7 +8,7 @@ from torch import Tensor
 
 from . import experts, route_kernel, rule_kernel
 from .activation import Activation
-from .experts import power_of_two
+from .experts import early_start, power_of_two
 
 FUSIONS = ("max", "min", "mean")
 GAINS = ("kept", "none", "power")
@@ -112,6 +112,7 @@ def route(
         K=top_k, KP=power_of_two(top_k), EP=power_of_two(count), BT=block, SIGMOID=sigmoid, NORMALISE=normalise,
         VIEWS=(first is not None) + (second is not None), FUSION=fusion, GAIN=gain, MIN_ACTIVE=min_active,
         MIN_MASS=min_mass, MASKED=token_mask is not None, num_warps=1 if block == 1 else 4,
+        **early_start(logits.device),
     )  # fmt: skip
     return ids, gates
 

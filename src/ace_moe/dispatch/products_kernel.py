@@ -90,9 +90,7 @@ def dot_up(
             if GATED:
                 w_up = tl.load(ups + start * w_col, mask=column, other=0.0)
                 up = _add(up, x, w_up, s, up_row, inside, block, QN, QK, s_row, s_col)
-    return finish_up(
-        gate, up, b, gate_row[None, :], up_row[None, :], inside[None, :], GATED, BIAS, KIND, ALPHA, LIMIT
-    )
+    return finish_up(gate, up, b, gate_row[None, :], up_row[None, :], inside[None, :], GATED, BIAS, KIND, ALPHA, LIMIT)
 
 
 @triton.jit

@@ -17,9 +17,12 @@ def route(
     logits, first, second, threshold, mask, counts, out_ids, out_gates, T, E, row,
     K: tl.constexpr, KP: tl.constexpr, EP: tl.constexpr, BT: tl.constexpr, SIGMOID: tl.constexpr, NORMALISE: tl.constexpr,
     VIEWS: tl.constexpr, FUSION: tl.constexpr, GAIN: tl.constexpr, MIN_ACTIVE: tl.constexpr, MIN_MASS: tl.constexpr,
-    MASKED: tl.constexpr,
+    MASKED: tl.constexpr, PHASED: tl.constexpr = False,
 ):  # fmt: skip
-    """Grid (tiles of T). Scores are softmax or sigmoid of the logits in fp32; ties go to the lower expert id."""
+    """Grid (tiles of T). Scores are softmax or sigmoid of the logits in fp32; ties go to the lower expert id.
+
+    PHASED as in `settle`; skipped slots then get the id −1, as vLLM writes it, instead of E.
+    """
     t = tl.program_id(0) * BT + tl.arange(0, BT)
     lanes = tl.arange(0, EP)
     real = (t < T)[:, None] & (lanes < E)[None, :]
@@ -44,5 +47,5 @@ def route(
     there = (t < T)[:, None] & (j < K)[None, :]
     settle(
         ids, gate.to(out_gates.dtype.element_ty), tl.minimum(t, T - 1), there, first, second, threshold, mask,
-        counts, out_ids, out_gates, E, K, VIEWS, FUSION, GAIN, MIN_ACTIVE, MIN_MASS, MASKED,
+        counts, out_ids, out_gates, -1 if PHASED else E, K, VIEWS, FUSION, GAIN, MIN_ACTIVE, MIN_MASS, MASKED, PHASED,
     )  # fmt: skip

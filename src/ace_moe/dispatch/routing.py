@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+
 class TopK(NamedTuple):
     """softmax or sigmoid of x Wᵀ, the k largest, divided by their sum or not."""
 

@@ -1,0 +1,74 @@
+"""Rows of a benchmark as a table and as a chart."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..errors import IntegrationError
+from ..show import table
+from .run import UNRULED, Row
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+Size = tuple[str, int, int]
+
+
+def milliseconds(row: Row) -> float:
+    """GPU time where there is a GPU."""
+    return row.wall_ms if row.gpu_ms is None else row.gpu_ms
+
+
+def by_size(rows: Sequence[Row]) -> dict[Size, list[Row]]:
+    sizes = dict.fromkeys((r.what, r.tokens, r.batch) for r in rows)
+    return {size: [r for r in rows if (r.what, r.tokens, r.batch) == size] for size in sizes}
+
+
+def best_stock(rows: Sequence[Row]) -> Row | None:
+    return min((r for r in rows if r.path not in ("ace", UNRULED)), key=milliseconds, default=None)
+
+
+def own_dense(rows: Sequence[Row]) -> Row | None:
+    return next((r for r in rows if r.path == "ace" and r.requested == 0), None)
+
+
+def _ratio(row: Row, other: Row | None) -> str:
+    return "" if other is None else f"{milliseconds(other) / milliseconds(row):.2f}×"
+
+
+def latency_table(rows: Sequence[Row]) -> Table:
+    """Each row with its speed against the best stock path and against our own unskipped one."""
+    lines = []
+    for (what, tokens, batch), group in by_size(rows).items():
+        stock, dense = best_stock(group), own_dense(group)
+        for row in group:
+            experts = "" if row.experts is None else f"{row.executed:.1f} of {row.experts:.1f}"
+            size, time = f"{what.upper()} {tokens}×{batch}", f"{milliseconds(row):.2f} ms"
+            ours = row.path == "ace"
+            ratios = (_ratio(row, stock), _ratio(row, dense)) if ours else ("", "")
+            lines.append((size, row.path, f"{row.realised:.1%}", time, *ratios, experts))
+    columns = ("", "path", "skipped", "time", "vs. stock", "vs. own 0 %", "experts read a layer")
+    return table("latency", columns, lines)
+
+
+def chart(rows: Sequence[Row], path: Path) -> None:
+    """Bars of every size: stock, ours unskipped, ours skipped."""
+    try:
+        from matplotlib import pyplot
+    except ImportError:
+        raise IntegrationError("A chart needs matplotlib: pip install ace-moe[report].") from None
+    groups = by_size(rows)
+    figure, axes = pyplot.subplots(1, len(groups), figsize=(2.2 * len(groups) + 1, 3.4), squeeze=False)
+    for axis, ((what, tokens, batch), group) in zip(axes[0], groups.items(), strict=True):
+        shown = [row for row in group if row.path != UNRULED]
+        names = [row.path if row.path != "ace" else f"ace {row.realised:.0%}" for row in shown]
+        colours = ["#b9b9b9" if row.path != "ace" else "#2b6cb0" for row in shown]
+        axis.bar(names, [milliseconds(row) for row in shown], color=colours)
+        axis.set_title(f"{what.upper()} {tokens}×{batch}", fontsize=9)
+        axis.tick_params(axis="x", labelrotation=60, labelsize=8)
+    axes[0][0].set_ylabel("ms")
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)

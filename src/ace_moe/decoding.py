@@ -1,0 +1,142 @@
+"""Decoding that is not bound by the host: one CUDA graph per step over a static cache.
+
+    decoder = Decoder(model, batch=1, length=4096)
+    tokens = decoder.generate(ids, 256)
+
+Layers are compiled one build at a time and the whole step is captured once. Budgets live in tensors: changing one between
+two steps needs no new graph. `generate(cache_implementation="static")` of transformers works as well; it compiles longer
+and its attention copies the cache for every query head.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, StaticCache
+
+from .errors import IntegrationError
+from .integrations.attention import IMPLEMENTATION, workspace
+from .integrations.layerwise import compiled_layers, few_rows
+from .skipper import Skipper
+
+FEW_ROWS = 4  # sequences up to which dense products are bound by reading weights row by row
+
+
+def tuned(batch: int) -> dict[str, Any]:
+    """Compiler options: with one row, products become reductions; kernels may start before the one in front has ended."""
+    from torch._inductor import config
+
+    early = {"triton.enable_pdl": True} if hasattr(config.triton, "enable_pdl") else {}
+    return {"coordinate_descent_tuning": batch == 1, **early}
+
+
+class Decoder:
+    """Greedy decoding of `batch` sequences of at most `length` tokens, without padding."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        batch: int,
+        length: int,
+        attention: str = IMPLEMENTATION,
+        captured: bool | None = None,
+        few_rows: bool = True,
+        **options: Any,
+    ):
+        """`captured`: whether steps are compiled and become a graph; by default on a GPU. `few_rows`: whether dense
+        products of up to four sequences go through our kernel. `options` go to the compiler."""
+        self.model, self.batch, self.length, self.attention = model, batch, length, attention
+        self.captured = model.device.type == "cuda" if captured is None else captured
+        self.options, self.few_rows = options or tuned(batch), few_rows
+        self.cache = StaticCache(config=model.config, max_cache_len=length)
+        self.token = torch.zeros(batch, 1, dtype=torch.long, device=model.device)
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.logits: Tensor | None = None
+
+    @property
+    def _written(self) -> Tensor:
+        """Tokens in the cache, on the device; the first layer's count stands for all."""
+        return self.cache.layers[0].cumulative_length
+
+    @torch.no_grad()
+    def prefill(self, ids: Tensor) -> Tensor:
+        """ids [B, S] into an empty cache; logits [B, V] of the next token."""
+        if ids.shape[0] != self.batch or not 0 < ids.shape[1] < self.length:
+            raise IntegrationError(
+                f"This decoder takes {self.batch} sequences of 1 to {self.length - 1} tokens, not {tuple(ids.shape)}."
+            )
+        if self.cache.layers[0].is_initialized:
+            self.rewind(0)
+        out = self.model(input_ids=ids, past_key_values=self.cache, logits_to_keep=1).logits[:, -1]
+        self.rewind(ids.shape[1])
+        return out
+
+    def rewind(self, length: int) -> None:
+        """Forget what came after the first `length` tokens."""
+        for layer in self.cache.layers:
+            layer.cumulative_length.fill_(length)
+
+    @torch.no_grad()
+    def step(self, token: Tensor) -> Tensor:
+        """token [B, 1] → logits [B, V] of the next; the same memory at every step."""
+        self.token.copy_(token)
+        if self.graph is None and self.captured:
+            self._capture()
+        if self.graph is not None:
+            self.graph.replay()
+        else:
+            self.logits = self._advance()
+        assert self.logits is not None
+        return self.logits
+
+    def generate(self, ids: Tensor, new_tokens: int) -> Tensor:
+        """The prompt and `new_tokens` more, each the likeliest: [B, S + new_tokens]."""
+        if ids.shape[1] + new_tokens > self.length:
+            raise IntegrationError(f"{ids.shape[1]} + {new_tokens} tokens do not fit into a cache of {self.length}.")
+        logits, out = self.prefill(ids), [ids]
+        for _ in range(new_tokens):
+            out.append(logits.argmax(-1, keepdim=True))
+            if len(out) <= new_tokens:
+                logits = self.step(out[-1])
+        return torch.cat(out, 1)
+
+    def _advance(self) -> Tensor:
+        """One step as it is captured: run, and move on by one."""
+        positions = torch.arange(self.length, device=self.model.device)
+        seen = (positions <= self._written).expand(self.batch, 1, 1, -1)
+        here = self._written.view(1, 1).clone()  # a cache that counts by itself does so within the step
+        options = {"past_key_values": self.cache, "position_ids": here, "attention_mask": seen}
+        out = self.model(input_ids=self.token, **options).logits[:, -1]
+        if self.captured:
+            self._written.add_(1)  # compiled layers leave it to us
+        return out
+
+    def _capture(self) -> None:
+        """Record a step. Warming up writes into the cache where the next step will write again, and is not counted."""
+        model, before, start = self.model, self.model.config._attn_implementation, int(self._written)
+        counted = [(m, m.counts.clone()) for m in model.modules() if isinstance(m, Skipper)]
+        dense = few_rows(model) if self.few_rows and self.batch <= FEW_ROWS else nullcontext()
+        workspace(model.device)
+        model.set_attn_implementation(self.attention)
+        try:
+            with dense, compiled_layers(model, self.cache, **self.options):
+                self._warm_up(start)
+                self.graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(self.graph):
+                    self.logits = self._advance()
+        finally:
+            model.set_attn_implementation(before)
+            for skipper, counts in counted:
+                skipper.counts.copy_(counts)
+
+    def _warm_up(self, start: int) -> None:
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                self._advance()
+                self.rewind(start)
+        torch.cuda.current_stream().wait_stream(stream)

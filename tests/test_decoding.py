@@ -1,0 +1,69 @@
+"""The decode loop against transformers' own, and layers that share one compilation."""
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+import zoo
+from ace_moe import ACE, build_plan
+from ace_moe.decoding import Decoder
+from ace_moe.errors import IntegrationError
+from ace_moe.integrations.layerwise import build_of, compiled_layers, decoder_layers
+from ace_moe.loading import load_model
+
+
+@pytest.fixture(scope="module")
+def model(demo_folder):
+    return load_model(demo_folder, device="cpu").float()  # exact enough for one likeliest token
+
+
+def prompt(batch=2, length=9):
+    return torch.randint(5, 1000, (batch, length), generator=torch.Generator().manual_seed(0))
+
+
+def test_decoder_says_what_generate_says(model):
+    ids = prompt()
+    decoder = Decoder(model, 2, 40)
+    for _ in range(2):  # a second prompt starts from an empty cache
+        found = decoder.generate(ids, 12)
+        options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+        assert torch.equal(found, model.generate(ids, max_new_tokens=12, **options))
+        ids = ids.flip(1)
+
+
+def test_layers_share_one_compilation(model):
+    """Six layers with tables and counters of their own, one graph, the same logits and counts as uncompiled."""
+    ace, token = ACE(build_plan(model)), torch.tensor([[7], [9]])
+    with ace(model), torch.no_grad():
+        ace.set_threshold(0.1)
+        decoder = Decoder(model, 2, 32)
+        decoder.prefill(prompt())
+        ace.reset()
+        expected = decoder.step(token).clone()
+        kept = [skipper.counts.clone() for skipper in ace.skippers]
+        torch._dynamo.reset()
+        counters.clear()
+        decoder.rewind(9)
+        ace.reset()
+        with compiled_layers(model, decoder.cache):
+            found = decoder._advance()
+        assert counters["stats"]["unique_graphs"] == 3, "the layers', the angles', the last norm's"
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+        assert all(torch.equal(a, s.counts) for a, s in zip(kept, ace.skippers, strict=True))
+    assert "forward" not in vars(decoder_layers(model)[0]), "layers are as they were"
+
+
+def test_different_layers_do_not_share():
+    """A model whose first layer has no experts."""
+    layers = decoder_layers(zoo.build("deepseek_v3"))
+    assert len({build_of(layer) for layer in layers}) == 2
+
+
+def test_what_does_not_fit_is_refused(model):
+    decoder = Decoder(model, 2, 16)
+    with pytest.raises(IntegrationError, match="sequences of 1 to 15 tokens"):
+        decoder.prefill(prompt(batch=1))
+    with pytest.raises(IntegrationError, match="do not fit"):
+        decoder.generate(prompt(), 10)
+    with pytest.raises(IntegrationError, match="without plain attention"):
+        decoder_layers(zoo.build("nemotron_h"))
