@@ -101,34 +101,48 @@ def main() -> None:
         f"FP8: max error over the row's RMS {check_fp8():.4f}; attention: over the largest value {check_attention():.4f}"
     )
     worst = 0.0
-    for dtype in (torch.bfloat16, torch.float16):
-        for e, d, m, k in ((128, 2048, 768, 8), (60, 1408, 1000, 4), (16, 96, 40, 6), (5, 64, 48, 3)):
+    for dtype, shapes in ((torch.bfloat16, SHAPES), (torch.float16, SHAPES[1:3])):
+        for e, d, m, k in shapes:
             module = experts_module(e, d, m, dtype)
             layout = dispatch.Layout.of(module.cpu())
             module.cuda()
             weights = dispatch.Weights(module.gate_up_proj.data, module.down_proj.data, None, None, layout)
-            for tokens in (1, 2, 3, 7, 16, 31, 32, 33, 64, 100, 257, 1024, 4096):
+            for tokens in (1, 3, 7, 16, 33, 100, 257, 1500):
                 for skip in (0.0, 0.6, "one"):
-                    x = torch.randn(tokens, d, device="cuda").to(dtype)
-                    ids = torch.rand(tokens, e, device="cuda").argsort(1)[:, :k].contiguous()
-                    gates = torch.rand(tokens, k, device="cuda").softmax(-1).to(dtype)
-                    drop = torch.rand(tokens, k, device="cuda") < (0.6 if skip == 0.6 else 0.0)
-                    if skip == "one":
-                        drop = torch.ones_like(drop)
-                        drop[:, k // 2] = False
-                    ids, gates = torch.where(drop, e, ids), torch.where(drop, 0, gates)
-                    poison()
-                    ours = dispatch.run(x, ids, gates, weights)
-                    again = dispatch.run(x, ids, gates, weights)
-                    ref = reference(x, ids, gates, module)
-                    stock = error(grouped_mm_experts_forward(module, x, ids, gates).detach(), ref)
-                    mine = error(ours, ref)
-                    worst = max(worst, mine / max(stock, 1e-9))
-                    bad = not torch.equal(ours, again) or not mine <= 1.5 * stock + 1e-6
-                    if bad:
-                        print(f"{dtype} E{e} d{d} m{m} k{k} T{tokens} skip {skip}: ours {mine:.4f} stock {stock:.4f}",
-                              "" if torch.equal(ours, again) else "NOT DETERMINISTIC")  # fmt: skip
+                    ratio, same = compare(module, weights, tokens, (e, d, k), skip, dtype)
+                    worst = max(worst, ratio)
+                    if ratio > 1.5 or not same:
+                        print(
+                            f"{dtype} E{e} d{d} m{m} k{k} T{tokens} skip {skip}: {ratio:.2f}",
+                            "" if same else "NOT DETERMINISTIC",
+                        )
     print(f"worst ratio of errors, ours over stock: {worst:.2f}")
+
+
+SHAPES = ((128, 2048, 768, 8), (60, 1408, 1000, 4), (16, 96, 40, 6), (5, 64, 48, 3))
+
+
+def compare(module, weights, tokens, sizes, skip, dtype):
+    """(our largest error over stock's, whether two runs agree to the bit), over enough draws for 64 rows."""
+    e, d, k = sizes
+    mine = stock = 0.0
+    same = True
+    for _ in range(max(1, 64 // tokens)):
+        x = torch.randn(tokens, d, device="cuda").to(dtype)
+        ids = torch.rand(tokens, e, device="cuda").argsort(1)[:, :k].contiguous()
+        gates = torch.rand(tokens, k, device="cuda").softmax(-1).to(dtype)
+        drop = torch.rand(tokens, k, device="cuda") < (0.6 if skip == 0.6 else 0.0)
+        if skip == "one":
+            drop = torch.ones_like(drop)
+            drop[:, k // 2] = False
+        ids, gates = torch.where(drop, e, ids), torch.where(drop, 0, gates)
+        poison()
+        ours = dispatch.run(x, ids, gates, weights)
+        same = same and torch.equal(ours, dispatch.run(x, ids, gates, weights))
+        ref = reference(x, ids, gates, module)
+        stock = max(stock, error(grouped_mm_experts_forward(module, x, ids, gates).detach(), ref))
+        mine = max(mine, error(ours, ref))
+    return mine / max(stock, 1e-9), same
 
 
 if __name__ == "__main__":

@@ -14,9 +14,12 @@ from pathlib import Path
 import torch
 from check_gpu import experts_module
 from transformers.integrations.moe import grouped_mm_experts_forward
-from tune import EXPERTS, HIDDEN, MIDDLE, graph_time, layer, read_ceiling, routing
+from tune import EXPERTS, HIDDEN, MIDDLE, TOP_K, graph_time, layer, read_ceiling, routing
 
+from ace_moe.dispatch import FastPath
 from ace_moe.dispatch import experts as dispatch
+from ace_moe.dispatch.routing import TopK, reference
+from ace_moe.policies import Routing, make
 
 BYTES_PER_EXPERT = 3 * HIDDEN * MIDDLE * 2
 
@@ -45,6 +48,24 @@ def measure(tokens, skip, weights, modules):
     kept = sum(int((ids < EXPERTS).sum()) for _, ids, _ in inputs) / sum(ids.numel() for _, ids, _ in inputs)
     return {"tokens": tokens, "kept": kept, "union": union, "ours_us": ours, "stock_us": stock,
             "tb_s": union * BYTES_PER_EXPERT / ours / 1e6}  # fmt: skip
+
+
+def deciding(tokens):
+    """Microseconds of the rule alone, of routing and rule in one kernel, and of stock's softmax and top-k."""
+    policy = make("ace")
+    fast = FastPath(None, policy, None)
+    fast.top_k = TopK(TOP_K, False, True)
+    logits = torch.randn(tokens, EXPERTS, device="cuda").bfloat16()
+    tables = {n: torch.rand(EXPERTS, device="cuda") + 0.5 for n in ("gsp", "rcr")}
+    threshold, counts = torch.tensor(0.12, device="cuda"), torch.zeros(2, dtype=torch.int64, device="cuda")
+    ids, gates = reference(fast.top_k, logits)
+    routing = Routing(ids, gates.bfloat16(), tables, threshold)
+    steps = {
+        "rule_us": lambda: fast.rule(routing, counts, EXPERTS),
+        "route_and_rule_us": lambda: fast.route(logits, tables, threshold, None, counts),
+        "stock_route_us": lambda: reference(fast.top_k, logits),
+    }
+    return {"tokens": tokens} | {n: graph_time(lambda s=s: [s() for _ in range(16)]) / 16 for n, s in steps.items()}
 
 
 def profile(tokens, skip, weights):
@@ -84,9 +105,13 @@ def main() -> None:
             )
             if options.profile:
                 profile(tokens, skip, weights)
+    decisions = [deciding(tokens) for tokens in options.tokens]
+    for row in decisions:
+        print("  ".join(f"{name} {value:.1f}" for name, value in row.items()))
     if options.out:
         command = "python benchmarks/layer.py --tokens " + " ".join(map(str, options.tokens))
-        result = {"command": command, "device": torch.cuda.get_device_name(), "ceiling_tb_s": ceiling, "rows": rows}
+        result = {"command": command, "device": torch.cuda.get_device_name(), "ceiling_tb_s": ceiling, "rows": rows,
+                  "deciding": decisions}  # fmt: skip
         options.out.write_text(json.dumps(result, indent=1) + "\n")
 
 

@@ -8,6 +8,7 @@ import zoo
 from ace_moe import ACE, build_plan
 from ace_moe.decoding import Decoder
 from ace_moe.errors import IntegrationError
+from ace_moe.integrations import attention
 from ace_moe.integrations.layerwise import build_of, compiled_layers, decoder_layers
 from ace_moe.loading import load_model
 
@@ -67,3 +68,30 @@ def test_what_does_not_fit_is_refused(model):
         decoder.generate(prompt(), 10)
     with pytest.raises(IntegrationError, match="without plain attention"):
         decoder_layers(zoo.build("nemotron_h"))
+
+
+def test_attention_is_sdpa_but_for_one_token(model):
+    """Prompts with and without padding, on a CPU: the same numbers, and the model's own implementation back afterwards."""
+    ids, padded = prompt(), torch.ones(2, 9, dtype=torch.long)
+    padded[0, :4] = 0
+    for attention_mask in (None, padded):
+        with torch.no_grad():
+            expected = model(input_ids=ids, attention_mask=attention_mask).logits
+            model.set_attn_implementation(attention.IMPLEMENTATION)
+            found = model(input_ids=ids, attention_mask=attention_mask).logits
+            model.set_attn_implementation("sdpa")
+        assert torch.equal(found, expected)
+
+
+def test_a_whole_prompt_needs_no_mask():
+    whole = {"batch_size": 2, "q_length": 5, "kv_length": 5, "q_offset": 0, "kv_offset": 0}
+    assert attention.mask(**whole) is None
+    assert attention.mask(**{**whole, "kv_length": 8}, allow_is_causal_skip=False) is not None
+    assert attention.mask(**whole, attention_mask=torch.tensor([[0, 1, 1, 1, 1], [1, 1, 1, 1, 1]])) is not None
+    assert attention.mask(**whole, allow_is_causal_skip=False) is not None
+
+
+def test_a_failure_leaves_the_model_as_it_was(model):
+    with pytest.raises(RuntimeError, match="midway"), compiled_layers(model):
+        raise RuntimeError("midway")
+    assert all("forward" not in vars(module) for module in model.modules())

@@ -10,7 +10,6 @@ and its attention copies the cache for every query head.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -19,10 +18,8 @@ from transformers import PreTrainedModel, StaticCache
 
 from .errors import IntegrationError
 from .integrations.attention import IMPLEMENTATION, workspace
-from .integrations.layerwise import compiled_layers, few_rows
+from .integrations.layerwise import compiled_layers
 from .skipper import Skipper
-
-FEW_ROWS = 4  # sequences up to which dense products are bound by reading weights row by row
 
 
 def tuned(batch: int) -> dict[str, Any]:
@@ -43,14 +40,12 @@ class Decoder:
         length: int,
         attention: str = IMPLEMENTATION,
         captured: bool | None = None,
-        few_rows: bool = True,
         **options: Any,
     ):
-        """`captured`: whether steps are compiled and become a graph; by default on a GPU. `few_rows`: whether dense
-        products of up to four sequences go through our kernel. `options` go to the compiler."""
+        """`captured`: whether steps are compiled and become a graph; by default on a GPU. `options` go to the compiler."""
         self.model, self.batch, self.length, self.attention = model, batch, length, attention
         self.captured = model.device.type == "cuda" if captured is None else captured
-        self.options, self.few_rows = options or tuned(batch), few_rows
+        self.options = options or tuned(batch)
         self.cache = StaticCache(config=model.config, max_cache_len=length)
         self.token = torch.zeros(batch, 1, dtype=torch.long, device=model.device)
         self.graph: torch.cuda.CUDAGraph | None = None
@@ -118,15 +113,15 @@ class Decoder:
         """Record a step. Warming up writes into the cache where the next step will write again, and is not counted."""
         model, before, start = self.model, self.model.config._attn_implementation, int(self._written)
         counted = [(m, m.counts.clone()) for m in model.modules() if isinstance(m, Skipper)]
-        dense = few_rows(model) if self.few_rows and self.batch <= FEW_ROWS else nullcontext()
         workspace(model.device)
         model.set_attn_implementation(self.attention)
         try:
-            with dense, compiled_layers(model, self.cache, **self.options):
+            with compiled_layers(model, self.cache, **self.options):
                 self._warm_up(start)
-                self.graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(self.graph):
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph):
                     self.logits = self._advance()
+                self.graph = graph
         finally:
             model.set_attn_implementation(before)
             for skipper, counts in counted:

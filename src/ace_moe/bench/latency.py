@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..decoding import Decoder
+from ..integrations.attention import IMPLEMENTATION
 from ..integrations.layerwise import compiled_layers
 
 STEPS = 16  # tokens of one timed decode
@@ -83,13 +84,18 @@ class Prompt:
         """One graph; uncompiled for experts that sync with the host are run as they are."""
         if not compiled:
             return self._forward
-        with compiled_layers(self.model):
-            for _ in range(2):
-                self._forward()
-            torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                self._forward()
+        before = self.model.config._attn_implementation
+        self.model.set_attn_implementation(IMPLEMENTATION)
+        try:
+            with compiled_layers(self.model):
+                for _ in range(2):
+                    self._forward()
+                torch.cuda.synchronize()
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph):
+                    self._forward()
+        finally:
+            self.model.set_attn_implementation(before)
         return graph.replay
 
     def time(self, repeats: int = 5) -> Timing:

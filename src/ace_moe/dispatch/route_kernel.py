@@ -18,11 +18,15 @@ def route(
     K: tl.constexpr, KP: tl.constexpr, EP: tl.constexpr, BT: tl.constexpr, SIGMOID: tl.constexpr, NORMALISE: tl.constexpr,
     VIEWS: tl.constexpr, FUSION: tl.constexpr, GAIN: tl.constexpr, MIN_ACTIVE: tl.constexpr, MIN_MASS: tl.constexpr,
     MASKED: tl.constexpr, PHASED: tl.constexpr = False,
+    EARLY: tl.constexpr = False,
 ):  # fmt: skip
     """Grid (tiles of T). Scores are softmax or sigmoid of the logits in fp32; ties go to the lower expert id.
 
     PHASED as in `settle`; skipped slots then get the id −1, as vLLM writes it, instead of E.
     """
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     t = tl.program_id(0) * BT + tl.arange(0, BT)
     lanes = tl.arange(0, EP)
     real = (t < T)[:, None] & (lanes < E)[None, :]

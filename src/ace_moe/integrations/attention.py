@@ -47,5 +47,18 @@ def forward(
     return attend(query, key, value, attention_mask, workspace(query.device), scale), None
 
 
+def mask(*args: Any, **options: Any) -> Tensor | None:
+    """SDPA's mask, and none for a whole prompt without padding.
+
+    SDPA's own leaves it out too, but not under a compiler or while a CUDA graph is recorded, and a mask costs its fastest
+    kernel.
+    """
+    length, whole, offset = (options.get(name) for name in ("q_length", "kv_length", "q_offset"))
+    causal = options.get("allow_is_causal_skip", True) and options.get("local_size") is None
+    if isinstance(length, int) and 1 < length == whole and offset == 0 and options.get("attention_mask") is None:
+        return None if causal else sdpa_mask(*args, **options)
+    return sdpa_mask(*args, **options)
+
+
 AttentionInterface.register(IMPLEMENTATION, forward)
-AttentionMaskInterface.register(IMPLEMENTATION, sdpa_mask)
+AttentionMaskInterface.register(IMPLEMENTATION, mask)

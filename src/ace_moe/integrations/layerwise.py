@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import FunctionType, MethodType
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -72,44 +72,23 @@ def _compiled(number: int, options: Options) -> Callable[..., Any]:
 def compiled_layers(model: PreTrainedModel, cache: StaticCache | None = None, **options: Any) -> Iterator[None]:
     """Within, each layer's forward is compiled, and with a `cache` (filled by a prompt) writes where its length says."""
     layers, calls = decoder_layers(model), dict[tuple[Any, ...], Callable[..., Any]]()
-    changed = [*layers, *_around(model, layers)]
-    for number, layer in enumerate(layers):
-        call = calls.setdefault(build_of(layer), _compiled(number, options))
-        layer.forward = _forward(layer, call, _view(cache, number))
-    for module in changed[len(layers) :]:
-        module.forward = torch.compile(module.forward, fullgraph=True, options=options)
+    around = _around(model, layers)
     try:
+        for number, layer in enumerate(layers):
+            call = calls.setdefault(build_of(layer), _compiled(number, options))
+            layer.forward = _forward(layer, call, _view(cache, number))
+        for module in around:
+            module.forward = torch.compile(module.forward, fullgraph=True, options=options)
         yield
     finally:
-        for module in changed:
-            del module.forward
+        for module in (*layers, *around):
+            vars(module).pop("forward", None)
 
 
 def _around(model: PreTrainedModel, layers: nn.ModuleList) -> list[nn.Module]:
     """The small modules beside the layers: the last norm, the rotary angles."""
     parent = next(m for m in model.modules() if any(child is layers for child in m.children()))
     return [m for m in parent.children() if not list(m.children()) and not isinstance(m, nn.Embedding)]
-
-
-@contextmanager
-def few_rows(model: PreTrainedModel) -> Iterator[None]:
-    """Within, the layers' dense products go through the kernel for very few tokens."""
-    from ..dispatch.matvec import MOST_COLUMNS
-
-    linears = [m for m in decoder_layers(model).modules() if type(m) is nn.Linear and m.in_features <= MOST_COLUMNS]
-    for linear in linears:
-        linear.forward = MethodType(_few_rows, linear)  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        for linear in linears:
-            del linear.forward
-
-
-def _few_rows(self: nn.Linear, x: Tensor) -> Tensor:
-    from ..dispatch.matvec import matvec
-
-    return matvec(x.reshape(-1, self.in_features), self.weight, self.bias).view(*x.shape[:-1], self.out_features)
 
 
 def _forward(layer: nn.Module, call: Callable[..., Any], view: LayerCache | None) -> Callable[..., Any]:

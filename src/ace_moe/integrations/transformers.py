@@ -25,6 +25,7 @@ from transformers.integrations.moe import ExpertsInterface, grouped_mm_experts_f
 
 from ..checkpoint.structure import is_registered
 from ..dispatch import FastPath
+from ..dispatch.compact import applies, compact
 from ..dispatch.routing import recognise
 from ..errors import IntegrationError
 from ..policies.calibration import router_logits
@@ -43,8 +44,11 @@ def _implementation(stock: Callable[..., Tensor]) -> Callable[..., Tensor]:
         ids, gates = top_k_index, top_k_weights
         if not _routed(skipper, hidden_states.shape[0]):
             ids, gates = skipper(hidden_states, ids, gates, self.num_experts)
-        run = stock if skipper.fast is None else skipper.fast.experts
-        return run(self, hidden_states, ids, gates)
+        if skipper.fast is not None:
+            return skipper.fast.experts(self, hidden_states, ids, gates)
+        if applies(hidden_states):
+            return compact(stock, self, hidden_states, ids, gates, int(self.num_experts))  # type: ignore[arg-type]
+        return stock(self, hidden_states, ids, gates)
 
     return forward
 

@@ -1,0 +1,30 @@
+"""Kept slots alone through a stock experts function, where shapes may follow the data: on the CPU.
+
+The stock grouped product skips the arithmetic of skipped slots but still gathers, masks, scales and adds a row for each of
+them, which on a CPU is half of its time. Here the kept slots become a problem of their own with one slot a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+Experts = Callable[[nn.Module, Tensor, Tensor, Tensor], Tensor]
+
+
+def applies(hidden: Tensor) -> bool:
+    """A GPU would have to wait for the number of slots, and a compiler cannot know it."""
+    return hidden.device.type == "cpu" and not torch.compiler.is_compiling()
+
+
+def compact(stock: Experts, module: nn.Module, hidden: Tensor, ids: Tensor, gates: Tensor, sentinel: int) -> Tensor:
+    """hidden [T, d], ids and gates [T, k] → [T, d]. With nothing skipped it is the stock function, to the last bit."""
+    kept = ids < sentinel
+    if bool(kept.all()):
+        return stock(module, hidden, ids, gates)
+    token, slot = kept.nonzero(as_tuple=True)
+    parts = stock(module, hidden[token], ids[token, slot].unsqueeze(1), gates[token, slot].unsqueeze(1))
+    out = torch.zeros(hidden.shape, dtype=torch.float32)
+    return out.index_add_(0, token, parts.float()).to(parts.dtype)
