@@ -95,3 +95,16 @@ def test_a_failure_leaves_the_model_as_it_was(model):
     with pytest.raises(RuntimeError, match="midway"), compiled_layers(model):
         raise RuntimeError("midway")
     assert all("forward" not in vars(module) for module in model.modules())
+
+
+def test_compiled_code_finds_the_workspace():
+    """One that is there already: a compiled layer that made its own would pay a launch for it."""
+    pytest.importorskip("triton")
+    graphs, device = [], torch.device("cpu")
+    there = attention.workspace(device)
+    compiled = torch.compile(
+        lambda x: x + attention.workspace(x.device)[:1], backend=lambda graph, _: graphs.append(graph) or graph
+    )
+    assert compiled(torch.ones(1)).item() == 1
+    assert not any("zeros" in str(node.target) for node in graphs[0].graph.nodes)
+    assert attention.workspace(device) is there

@@ -127,16 +127,21 @@ def print_plan(console: Console, plan: Plan) -> None:
 
 
 def model_json(moe: MoEModel) -> dict[str, Any]:
+    from .dispatch import on_gpu
+
     return {
         "architecture": moe.architecture,
         "layers": moe.structure(),
         "norms": {s.key: s.norm_path for s in moe.sites},
         "routers": {s.key: s.router_path for s in moe.sites},
+        "dispatch": {s.key: on_gpu(s.experts) for s in moe.sites},
         "not_covered": moe.not_covered,
     }
 
 
 def print_model(console: Console, moe: MoEModel) -> None:
+    from .dispatch import on_gpu
+
     rows = []
     for site, facts in zip(moe.sites, moe.structure().values(), strict=True):
         norm = type(site.norm).__name__ if site.norm is not None else "none"
@@ -145,6 +150,10 @@ def print_model(console: Console, moe: MoEModel) -> None:
         rows.append([site.key, *numbers, type(site.experts).__name__, norm, f"{router} ({site.router_input} input)"])
     columns = ["layer", "experts", "top k", "d", "m", "class", "norm", "router"]
     console.print(table(f"MoE layers of {moe.name} ({moe.architecture})", columns, rows))
+    paths = [(site.key, on_gpu(site.experts)) for site in moe.sites]
+    for path in dict.fromkeys(path for _, path in paths):
+        keys = [key for key, taken in paths if taken == path]
+        print_line(console, f"on a GPU: {path} ({'all layers' if len(keys) == len(paths) else ', '.join(keys)})")
     for path in moe.not_covered:
         print_line(console, f"not covered: {path} (a text pass never reaches it)")
 

@@ -1,11 +1,17 @@
 """The latency benchmark on a tiny shape: rows for stock and ours, ratios as requested, the model left as it was."""
 
+import json
+
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from ace_moe.bench import shapes
 from ace_moe.bench.run import Bench, result
-from ace_moe.errors import StructureError
+from ace_moe.bench.table import chart, latency_table
+from ace_moe.cli import app
+from ace_moe.demo import MODEL
+from ace_moe.errors import AceError, StructureError
 
 TINY = {
     "hidden_size": 64, "moe_intermediate_size": 32, "num_hidden_layers": 2, "num_experts": 8, "num_experts_per_tok": 4,
@@ -34,6 +40,49 @@ def test_rows_of_a_run(model):
         assert row.realised == pytest.approx(row.requested, abs=0.1)
     assert model.config._experts_implementation == "grouped_mm"
     assert len(result("x", rows)["rows"]) == 6
+
+
+@pytest.mark.slow
+def test_stock_as_generate_compiles_it(model):
+    rows = list(Bench(model, [0.0], lambda row: None).decode(1, ["generate:grouped_mm", "eager"], prompt=8))
+    assert [row.path for row in rows] == ["generate:grouped_mm", "eager", "ace"]
+    assert rows[-1].experts == rows[-1].executed == 4, "one token needs its four experts"
+    assert rows[-1].valid
+
+
+def test_a_run_as_table_and_chart(model, tmp_path):
+    rows = list(Bench(model, [0.0, 0.5], lambda row: None).prefill(32, 2, ["grouped_mm"]))
+    assert latency_table(rows).row_count == 3
+    chart(rows, tmp_path / "chart.png")
+    assert (tmp_path / "chart.png").stat().st_size > 5000
+
+
+def test_the_command(tmp_path):
+    path = tmp_path / "rows.json"
+    arguments = [
+        "bench",
+        str(MODEL),
+        "--prefill",
+        "16x1",
+        "--decode",
+        "",
+        "--skip",
+        "0,0.5",
+        "--device",
+        "cpu",
+        "-o",
+        str(path),
+    ]
+    assert CliRunner().invoke(app, arguments).exit_code == 0
+    stored = json.loads(path.read_text())
+    assert [(row["path"], row["requested"]) for row in stored["rows"]] == [("grouped_mm", 0), ("ace", 0), ("ace", 0.5)]
+
+
+@pytest.mark.parametrize(
+    "wrong", [["--shape", "x", "model"], [], ["model", "--rows", "all"], ["model", "--prefill", "12y3"]]
+)
+def test_wrong_arguments_are_errors_of_ours(wrong):
+    assert isinstance(CliRunner().invoke(app, ["bench", *wrong]).exception, AceError)
 
 
 def test_random_models_route_nearly_uniformly(model):

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, StaticCache
 
 from ..decoding import Decoder
 from ..integrations.attention import IMPLEMENTATION
@@ -126,3 +126,33 @@ class Steps:
         found = median(self.run, repeats, self.model.device, self.rewind)
         gpu = None if found.gpu is None else found.gpu / STEPS
         return Timing(found.wall / STEPS, gpu, found.spread / STEPS)
+
+
+class Generated(Steps):
+    """The same steps as transformers' `generate(cache_implementation="static")` runs them: the model compiled whole."""
+
+    def __init__(self, model: PreTrainedModel, batch: int, prompt: int):
+        self.model, self.prompt = model, prompt
+        self.tokens = random_ids(model, batch, prompt + STEPS, seed=1)
+        self.cache = StaticCache(config=model.config, max_cache_len=prompt + STEPS)
+        self.token = self.tokens[:, :1].clone()
+        self.position = torch.zeros(batch, 1, dtype=torch.long, device=model.device)
+        options = {"guard_filter_fn": torch.compiler.skip_guard_on_all_nn_modules_unsafe}
+        graphs = {"triton.cudagraphs": True} if model.device.type == "cuda" else {}
+        self.step = torch.compile(model, fullgraph=True, options={**options, **graphs})
+        with torch.no_grad():
+            model(input_ids=self.tokens[:, :prompt], past_key_values=self.cache, logits_to_keep=1)
+        for _ in range(2):
+            self.rewind()
+            self.run()
+
+    def rewind(self) -> None:
+        for layer in self.cache.layers:
+            layer.cumulative_length.fill_(self.prompt)
+
+    @torch.no_grad()
+    def run(self) -> None:
+        for i in range(self.prompt, self.prompt + STEPS):
+            self.token.copy_(self.tokens[:, i : i + 1])
+            self.position.fill_(i)
+            self.step(input_ids=self.token, past_key_values=self.cache, position_ids=self.position)

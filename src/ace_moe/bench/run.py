@@ -16,11 +16,12 @@ from transformers.integrations.moe import ExpertsInterface
 from ..ace import ACE
 from ..budget import Histogram
 from ..offline import build_plan
-from .latency import Prompt, Steps, Timing, random_ids
+from .latency import Generated, Prompt, Steps, Timing, random_ids
 from .routing import observe
 
 PAPER = ((256, 1), (512, 1), (1024, 1), (1024, 2), (1024, 4))  # the rows of the paper's latency table
 UNRULED = "ace_unruled"  # our kernels with the router's own slots: what the rule itself costs
+GENERATE = "generate:"
 REPEATS = 5
 
 
@@ -88,9 +89,11 @@ class Bench:
         yield from self._rows("ttft", (tokens, batch), stock, make)
 
     def decode(self, batch: int, stock: Sequence[str], prompt: int = 256) -> Iterator[Row]:
-        """Rows of TPOT after `prompt` tokens."""
+        """Rows of TPOT after `prompt` tokens. `generate:PATH` is a stock path compiled whole, as `generate` does."""
 
         def make(path: str) -> Callable[[int], Timing]:
+            if path.startswith(GENERATE):
+                return Generated(self.model, batch, prompt).time
             return Steps(self.model, batch, prompt, **({"captured": False} if path == "eager" else {})).time
 
         yield from self._rows("tpot", (prompt, batch), stock, make)
@@ -100,7 +103,9 @@ class Bench:
     ) -> Iterator[Row]:
         cases = []
         for path in stock:
-            self.model.set_experts_implementation(path)
+            if what == "ttft" and path.startswith(GENERATE):
+                continue  # generate does not compile prompts
+            self.model.set_experts_implementation(path.removeprefix(GENERATE))
             cases.append(Case(path, 0.0, make(path)))
         with self.ace(self.model):
             cases += self._unruled(make) if what == "tpot" else []

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor, nn
 
+from ..checkpoint.structure import is_registered
 from ..errors import IntegrationError
 from ..policies import Ace, Gsp, Policy, Rcr, Routing, Share
 
@@ -107,3 +108,15 @@ def _try(module: nn.Module, policy: Policy, device: torch.device) -> FastPath | 
         return layout
     hidden = module.down_proj.shape[2 if layout.transposed else 1]  # type: ignore[index]
     return FastPath(layout, policy, arrivals(FEW, int(hidden), device))
+
+
+def on_gpu(module: nn.Module) -> str:
+    """Which path an experts module takes on a GPU, and why; for modules without weights too."""
+    if not is_registered(module):
+        return "own loop: outside transformers' experts registry"
+    try:
+        from .layout import Layout
+    except ImportError:
+        return "torch: Triton is not installed"
+    layout = Layout.of(module)
+    return f"torch: {layout}" if isinstance(layout, str) else "kernels"

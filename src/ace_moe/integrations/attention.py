@@ -7,7 +7,6 @@ Prompts, CPUs and what the kernel does not know (soft caps, sinks, position bias
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import torch
@@ -20,11 +19,16 @@ IMPLEMENTATION = "ace_decode"
 UNKNOWN = ("softcap", "s_aux", "position_bias")  # arguments that change the formula
 
 
-@cache
-def workspace(device: torch.device) -> Tensor:
-    from ..dispatch.attention import workspace
+WORKSPACES: dict[torch.device, Tensor] = {}  # not functools.cache, which a compiler looks through
 
-    return workspace(device)
+
+def workspace(device: torch.device) -> Tensor:
+    """The counters all layers on a device share; made outside of compiled code, or every layer would make its own."""
+    if device not in WORKSPACES:
+        from ..dispatch.attention import workspace as make
+
+        WORKSPACES[device] = make(device)
+    return WORKSPACES[device]
 
 
 def _one_token(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: dict[str, Any]) -> bool:
