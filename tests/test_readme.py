@@ -4,6 +4,8 @@ import json
 import re
 from pathlib import Path
 
+from ace_moe.policies import POLICIES
+
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 
@@ -27,6 +29,18 @@ def test_transfer_and_memory_claims_hold():
     assert all(abs(r["measured_corrected"] - r["budget"]) <= 0.002 for r in rows)
     tables = stored("tables_memory.json")
     assert f"{tables['many']['peak_gb']:.1f} GB of memory" in README
+
+
+def test_comparison_claims_are_the_stored_result():
+    results = stored("compare_demo.json")
+    change = {
+        c["method"]: f"{100 * c['change']['value']:.1f} %"
+        for c in results["cells"]
+        if (c["gain"], c["budget"]) == ("power", 0.5)
+    }
+    said = f"`ace` raises perplexity by {change['ace']}, a plain `share` by {change['share']} and `modes` by {change['modes']}"
+    assert said in " ".join(README.split())
+    assert f"{len(POLICIES)} methods" in README
 
 
 def test_linked_files_exist():
@@ -57,4 +71,15 @@ def test_layer_claims_hold():
     speed = [r["stock_us"] / r["ours_us"] for r in whole]
     share = [r["tb_s"] / result["ceiling_tb_s"] for r in whole if r["tokens"] <= 64]
     assert f"{min(speed):.1f}–{max(speed):.1f}× faster" in README
-    assert f"{min(share):.0%}–{max(share):.0%} of the measured".replace("%–", "–").replace("% of", " % of") in README
+    assert f"{min(share):.0%}–{max(share):.0%} of the measured".replace("%–", "–").replace("% of", " % of") in flat()
+    part = {r["tokens"]: r["ours_us"] for r in result["rows"] if r["kept"] < 1}
+    left = {r["tokens"]: f"{part[r['tokens']] / r['ours_us']:.0%}".replace("%", " %") for r in whole}
+    assert f"they take {left[16]} of their unskipped time at 16 tokens and {left[4096]} at 4,096" in flat()
+    rule = [r["rule_us"] for r in result["deciding"]]
+    together = result["deciding"][0]["route_and_rule_us"]
+    assert f"rule alone takes {min(rule):.1f}–{max(rule):.1f} µs, routing and rule together {together:.1f} µs" in flat()
+
+
+def flat() -> str:
+    """The README without its line breaks."""
+    return " ".join(README.split())

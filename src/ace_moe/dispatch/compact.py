@@ -6,11 +6,13 @@ them, which on a CPU is half of its time. Here the kept slots become a problem o
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
+SENTINELS = "_is_expert_parallel"  # transformers ≥ 5.18 masks sentinel rows only under this flag; older ones always do
 Experts = Callable[[nn.Module, Tensor, Tensor, Tensor], Tensor]
 
 
@@ -22,9 +24,24 @@ def applies(hidden: Tensor) -> bool:
 def compact(stock: Experts, module: nn.Module, hidden: Tensor, ids: Tensor, gates: Tensor, sentinel: int) -> Tensor:
     """hidden [T, d], ids and gates [T, k] → [T, d]. With nothing skipped it is the stock function, to the last bit."""
     kept = ids < sentinel
-    if bool(kept.all()):
-        return stock(module, hidden, ids, gates)
-    token, slot = kept.nonzero(as_tuple=True)
-    parts = stock(module, hidden[token], ids[token, slot].unsqueeze(1), gates[token, slot].unsqueeze(1))
+    with _no_sentinels(module):
+        if bool(kept.all()):
+            return stock(module, hidden, ids, gates)
+        token, slot = kept.nonzero(as_tuple=True)
+        parts = stock(module, hidden[token], ids[token, slot].unsqueeze(1), gates[token, slot].unsqueeze(1))
     out = torch.zeros(hidden.shape, dtype=torch.float32)
     return out.index_add_(0, token, parts.float()).to(parts.dtype)
+
+
+@contextmanager
+def _no_sentinels(module: nn.Module) -> Iterator[None]:
+    """The stock function need not mask rows of skipped slots where none are left."""
+    before = getattr(module, SENTINELS, None)
+    if before is None:  # transformers before 5.18 masks always
+        yield
+        return
+    setattr(module, SENTINELS, False)
+    try:
+        yield
+    finally:
+        setattr(module, SENTINELS, before)

@@ -25,7 +25,7 @@ from transformers.integrations.moe import ExpertsInterface, grouped_mm_experts_f
 
 from ..checkpoint.structure import is_registered
 from ..dispatch import FastPath
-from ..dispatch.compact import applies, compact
+from ..dispatch.compact import SENTINELS, applies, compact
 from ..dispatch.routing import recognise
 from ..errors import IntegrationError
 from ..policies.calibration import router_logits
@@ -33,7 +33,6 @@ from ..skipper import DECODE, PREFILL, Skipper, Step
 
 IMPLEMENTATION = "ace"
 CHILD = "ace"  # the skipper's name on an experts module
-SENTINELS = "_is_expert_parallel"  # transformers ≥ 5.18 masks sentinel rows only under this flag; older ones always do
 
 
 def _implementation(stock: Callable[..., Tensor]) -> Callable[..., Tensor]:
