@@ -34,6 +34,16 @@ def stock_layers(weights):
     return modules
 
 
+def vllm_time(inputs, weights):
+    """vLLM's fused_moe Triton kernels with its own tuned tiles, where it is installed and nothing is skipped."""
+    try:
+        from vllm.model_executor.layers.fused_moe.fused_moe import fused_experts
+    except ImportError:
+        return None
+    given = [(x, w.w_in, w.w_out, gates.float(), ids.int()) for (x, ids, gates), w in zip(inputs, weights, strict=True)]
+    return graph_time(lambda: [fused_experts(*g) for g in given]) / len(weights)
+
+
 def measure(tokens, skip, weights, modules):
     inputs = [routing(tokens, skip, seed) for seed in range(len(weights))]
     arrived = dispatch.arrivals(max(tokens, 1), HIDDEN, torch.device("cuda"))
@@ -46,7 +56,8 @@ def measure(tokens, skip, weights, modules):
         ) / len(weights)
     union = sum(len(ids[ids < EXPERTS].unique()) for _, ids, _ in inputs) / len(inputs)
     kept = sum(int((ids < EXPERTS).sum()) for _, ids, _ in inputs) / sum(ids.numel() for _, ids, _ in inputs)
-    return {"tokens": tokens, "kept": kept, "union": union, "ours_us": ours, "stock_us": stock,
+    vllm = vllm_time(inputs, weights) if kept == 1 else None
+    return {"tokens": tokens, "kept": kept, "union": union, "ours_us": ours, "stock_us": stock, "vllm_us": vllm,
             "tb_s": union * BYTES_PER_EXPERT / ours / 1e6}  # fmt: skip
 
 
