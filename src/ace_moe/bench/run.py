@@ -101,6 +101,7 @@ class Bench:
     def _rows(
         self, what: str, size: tuple[int, int], stock: Sequence[str], make: Callable[[str], Callable[[int], Timing]]
     ) -> Iterator[Row]:
+        torch._dynamo.reset()  # sizes before this one would count against its limit of recompilations
         cases = []
         for path in stock:
             if what == "ttft" and path.startswith(GENERATE):
