@@ -30,7 +30,7 @@ def bench(
     rows: Annotated[str, typer.Option(help="quick, paper (its five rows) or full (and batches to 64).")] = QUICK,
     prefill: Annotated[str | None, typer.Option(help="Prompts instead of --rows: 1024x1,1024x16 (tokens x batch).")] = None,
     decode: Annotated[str | None, typer.Option(help="Decode batches instead of --rows: 1,16 or 256x1 (cached x batch).")] = None,
-    stock: Annotated[str, typer.Option(help="transformers' own experts: grouped_mm,batched_mm,eager; generate:grouped_mm compiled whole.")] = "grouped_mm",
+    stock: Annotated[str, typer.Option(help="Stock experts: grouped_mm, batched_mm, eager, generate:grouped_mm.")] = "grouped_mm",
     layers: Annotated[int | None, typer.Option(help="With --shape: fewer layers.")] = None,
     output: Annotated[Path | None, typer.Option("--out", "-o", help="The results, written after each row.")] = None,
     chart: Annotated[Path | None, typer.Option(help="Also draw the rows into this picture.")] = None,

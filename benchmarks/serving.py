@@ -1,0 +1,290 @@
+"""vLLM with and without skipping, interleaved in one run: TPOT by batch size and TTFT, on one GPU, by shape alone.
+
+    python benchmarks/serving.py --kernels off --out benchmarks/results/serving_h200.json
+    python benchmarks/serving.py --tiny --batches 1 4 --ttft 2x64      # a few minutes on a CPU, to try the script
+
+Two engines share the GPU: vLLM as it is, and vLLM with the plugin, whose threshold is changed while it runs. Weights are
+dummy weights made realistic (norms 1, everything else N(0, 0.02)), so routing is close to uniform; the spread of router
+logits and the union of distinct experts before and after skipping are measured and stored. Tables are all 1: random
+weights have no expert that matters more, and a made-up table would shrink the union more than routing does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+
+import torch
+
+from ace_moe.bench.shapes import QWEN3_30B
+from ace_moe.integrations.vllm import engine_args, register
+from ace_moe.integrations.vllm.control import AceWorker, merge
+
+register()  # also where the package is on the path without being installed: workers import this module
+TINY = {
+    "hidden_size": 128, "intermediate_size": 256, "moe_intermediate_size": 64, "num_hidden_layers": 4, "num_experts": 32,
+    "num_experts_per_tok": 8, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 1024,
+    "norm_topk_prob": True, "max_position_embeddings": 4096,
+}  # fmt: skip
+SIZES = [1, 2, 4, 8, 16, 32, 64]
+
+
+class BenchWorker(AceWorker):
+    """RPCs of the benchmark: realistic weights, and a look at the routing of one pass."""
+
+    @torch.no_grad()
+    def bench_weights(self) -> int:
+        model = self.model_runner.model  # type: ignore[attr-defined]
+        device = next(model.parameters()).device
+        generator = torch.Generator(device).manual_seed(0)
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.data.normal_(0, 0.02, generator=generator)
+            else:
+                parameter.data.fill_(1)
+        return sum(p.numel() for p in model.parameters())
+
+    def bench_watch(self) -> None:
+        """Record routed and kept ids and the spread of logits in passes that run outside CUDA graphs (long prompts)."""
+        self.seen: dict[str, Any] = {}
+        for module in self.model_runner.model.modules():  # type: ignore[attr-defined]
+            if hasattr(module, "ace_layer"):
+                _watch(module, self.seen)
+
+    def bench_seen(self, batches: list[int]) -> dict[str, Any]:
+        for module in self.model_runner.model.modules():  # type: ignore[attr-defined]
+            if hasattr(module, "ace_layer"):
+                del module.router._compute_routing
+        layers = {key: _unions(*found, batches) for key, found in self.seen.items()}
+        return {"tokens": next(iter(self.seen.values()))[0].shape[0], "layers": layers}
+
+
+def _watch(module: Any, seen: dict[str, Any]) -> None:
+    stock = type(module.router).__mro__[1]._compute_routing  # in front of the rule
+
+    def _compute_routing(hidden: Any, logits: Any, *args: Any, **kwargs: Any) -> Any:
+        gates, ids = stock(module.router, hidden, logits, *args, **kwargs)
+        new_gates, new_ids = module.ace_layer.route(gates, ids)
+        seen[module.ace_layer.key] = (ids.cpu(), new_ids.cpu(), float(logits.float().std(-1).mean()))
+        return new_gates, new_ids
+
+    module.router._compute_routing = _compute_routing
+
+
+def _unions(ids: Any, kept: Any, spread: float, batches: list[int]) -> dict[str, Any]:
+    """Distinct experts that B random tokens need, before and after skipping; mean of 20 draws."""
+    generator = torch.Generator().manual_seed(0)
+    out: dict[str, Any] = {"logit_std": spread, "union": {}}
+    for batch in batches:
+        draws = [torch.randperm(len(ids), generator=generator)[:batch] for _ in range(20)]
+        before = statistics.mean(len(ids[d].unique()) for d in draws)
+        after = statistics.mean(len(set(kept[d].flatten().tolist()) - {-1}) for d in draws)
+        out["union"][str(batch)] = [before, after]
+    return out
+
+
+# ---- model and engines ------------------------------------------------------------------------------------------
+
+
+def write_model(folder: Path, sizes: dict[str, Any]) -> Path:
+    from transformers import Qwen3MoeConfig
+
+    config = Qwen3MoeConfig(**sizes, architectures=["Qwen3MoeForCausalLM"], dtype="bfloat16", tie_word_embeddings=False)
+    config.save_pretrained(folder)
+    return folder
+
+
+def write_plan(path: Path, sizes: dict[str, Any]) -> Path:
+    from ace_moe.plan import Plan
+
+    experts, hidden = sizes["num_experts"], sizes["hidden_size"]
+    layer = {
+        "experts": experts, "top_k": sizes["num_experts_per_tok"], "hidden": hidden,
+        "intermediate": sizes["moe_intermediate_size"], "router": f"same:{experts}x{hidden}",
+    }  # fmt: skip
+    keys = [str(n) for n in range(sizes["num_hidden_layers"])]
+    tables = {key: {"gsp": torch.ones(experts), "rcr": torch.ones(experts)} for key in keys}
+    return Plan(tables, {"structure": dict.fromkeys(keys, layer), "content": "dummy"}, "dummy").save(path)
+
+
+def start(model: Path, options: argparse.Namespace, **ace: Any) -> Any:
+    from vllm import LLM
+
+    began = time.perf_counter()
+    graphs: dict[str, Any] = {"enforce_eager": True} if options.eager else {
+        "compilation_config": {"cudagraph_capture_sizes": SIZES}
+    }  # fmt: skip
+    if torch.cuda.is_available():
+        graphs |= {"gpu_memory_utilization": options.memory, "kv_cache_memory_bytes": int(options.cache * 2**30)}
+    arguments = {"worker_extension_cls": "serving.BenchWorker", **graphs}
+    llm = LLM(
+        str(model), load_format="dummy", skip_tokenizer_init=True, max_model_len=options.length, max_num_seqs=max(SIZES),
+        max_num_batched_tokens=16384, enable_prefix_caching=False, disable_log_stats=False, seed=0, **{**ace, **arguments},
+    )  # fmt: skip
+    llm.collective_rpc("bench_weights")
+    print(f"engine {'with ACE' if ace else 'as it is'} ready in {time.perf_counter() - began:.0f} s", flush=True)
+    return llm
+
+
+# ---- measuring --------------------------------------------------------------------------------------------------
+
+
+def generate(llm: Any, batch: int, prompt: int, tokens: int, seed: int, vocabulary: int) -> tuple[float, float]:
+    """(seconds until all requests had their first token, seconds per further token)."""
+    from vllm import SamplingParams, TokensPrompt
+
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(10, vocabulary, (batch, prompt), generator=generator).tolist()
+    params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+    began = time.perf_counter()
+    outs = llm.generate([TokensPrompt(prompt_token_ids=p) for p in ids], params, use_tqdm=False)
+    wall = time.perf_counter() - began
+    first, last = (max(getattr(o.metrics, name) for o in outs) for name in ("first_token_ts", "last_token_ts"))
+    return (wall, 0.0) if tokens == 1 else (wall, (last - first) / (tokens - 1))
+
+
+def ratios(llm: Any) -> dict[str, float]:
+    report = merge(llm.collective_rpc("ace_report"))
+    return {phase: report[phase]["realised"] for phase in ("prefill", "decode")}
+
+
+def find_thresholds(llm: Any, ratio: float, vocabulary: int, prompt: int) -> list[float]:
+    """τ for prefill and decode that realise the ratio on random prompts, by bisection on the running engine."""
+    low, high = [0.0, 0.0], [0.5, 0.5]
+    for _ in range(12):
+        tau = [(a + b) / 2 for a, b in zip(low, high, strict=True)]
+        llm.collective_rpc("ace_set", kwargs={"threshold": tau})
+        llm.collective_rpc("ace_reset")
+        generate(llm, 16, prompt, 17, 7, vocabulary)
+        found = ratios(llm)
+        for i, phase in enumerate(("prefill", "decode")):
+            if found[phase] < ratio:
+                low[i] = tau[i]
+            else:
+                high[i] = tau[i]
+        if all(abs(found[p] - ratio) < 0.002 for p in found):
+            break
+    return tau
+
+
+class Run:
+    """Both engines, measured in turn."""
+
+    def __init__(self, options: argparse.Namespace, folder: Path):
+        sizes = dict(TINY if options.tiny else QWEN3_30B)
+        sizes |= {"num_hidden_layers": options.layers} if options.layers else {}
+        self.options, self.vocabulary = options, int(sizes["vocab_size"])
+        model, plan = write_model(folder / "model", sizes), write_plan(folder / "plan.safetensors", sizes)
+        kernels = {"off": False, "on": True, "auto": "auto"}.get(options.kernels, options.kernels)
+        kernels = int(kernels) if isinstance(kernels, str) and kernels.isdigit() else kernels
+        self.ace = start(
+            model, options, **engine_args(plan, 0.0, allow_other_weights=True, kernels=kernels, routing=options.routing)
+        )
+        self.stock = None if options.no_stock else start(model, options)
+        self.rows: list[dict[str, Any]] = []
+        self.facts: dict[str, Any] = {}
+
+    def prepare(self) -> None:
+        prompt = self.options.prompt
+        for llm in filter(None, (self.stock, self.ace)):
+            generate(llm, max(self.options.batches), prompt, 8, 0, self.vocabulary)  # warm: kernels compile here
+        tau = find_thresholds(self.ace, self.options.ratio, self.vocabulary, prompt)
+        self.ways: list[tuple[str, Any, list[float] | None]] = [("vLLM", self.stock, None)] if self.stock else []
+        self.ways += [("τ = 0", self.ace, [0.0, 0.0]), (f"{self.options.ratio:.0%}", self.ace, tau)]
+        self.ace.collective_rpc("bench_watch")
+        generate(self.ace, 16, max(prompt, 128), 1, 9, self.vocabulary)
+        seen = self.ace.collective_rpc("bench_seen", args=(self.options.batches,))[0]
+        executors = merge(self.ace.collective_rpc("ace_report"))["executors"]
+        self.facts = {"thresholds": tau, "executors": executors, "routing": seen}
+        spread = [layer["logit_std"] for layer in seen["layers"].values()]
+        unions = [layer["union"] for layer in seen["layers"].values()]
+        text = ", ".join(
+            f"{b}: {statistics.mean(u[b][0] for u in unions):.1f} → {statistics.mean(u[b][1] for u in unions):.1f}"
+            for b in unions[0]
+        )
+        print(
+            f"τ {tau}, executors {executors}, logit std {min(spread):.2f}–{max(spread):.2f}, union {text}", flush=True
+        )
+
+    def measure(self, what: str, batch: int, prompt: int, tokens: int) -> None:
+        """Interleaved repeats; one row for each way."""
+        times: dict[str, list[float]] = {name: [] for name, *_ in self.ways}
+        found: dict[str, dict[str, float]] = {}
+        for repeat in range(self.options.repeats + 1):
+            for name, llm, tau in self.ways:
+                if tau is not None:
+                    llm.collective_rpc("ace_set", kwargs={"threshold": tau})
+                    llm.collective_rpc("ace_reset")
+                wall, per_token = generate(llm, batch, prompt, tokens, repeat, self.vocabulary)
+                if repeat:  # the first warms up
+                    times[name].append(1e3 * (wall if tokens == 1 else per_token))
+                if tau is not None:
+                    found[name] = ratios(llm)
+        base = statistics.median(next(iter(times.values())))
+        for name, values in times.items():
+            realised = found.get(name, {}).get("prefill" if tokens == 1 else "decode", 0.0)
+            row = {
+                "what": what, "batch": batch, "prompt": prompt, "tokens": tokens, "way": name, "realised": realised,
+                "median_ms": statistics.median(values), "all_ms": values, "speed": base / statistics.median(values),
+            }  # fmt: skip
+            self.rows.append(row)
+            print(f"{what} {batch:>3} x {prompt:<5} {name:>6} {realised:6.1%} {row['median_ms']:9.3f} ms  "
+                  f"{row['speed']:.3f}x  ({min(values):.3f}–{max(values):.3f})", flush=True)  # fmt: skip
+        self.save()
+
+    def save(self) -> None:
+        if not self.options.out:
+            return
+        import vllm
+
+        device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+        facts = {
+            "command": "python benchmarks/serving.py " + " ".join(sys.argv[1:]), "device": device,
+            "vllm": vllm.__version__, "torch": torch.__version__, **self.facts, "rows": self.rows,
+        }  # fmt: skip
+        self.options.out.write_text(json.dumps(facts, indent=1) + "\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tiny", action="store_true", help="a tiny shape, for a CPU")
+    parser.add_argument("--layers", type=int, help="fewer layers")
+    parser.add_argument("--batches", type=int, nargs="*", default=[1, 4, 16, 64])
+    parser.add_argument("--prompt", type=int, default=256, help="tokens of a prompt in front of decoding")
+    parser.add_argument("--decode", type=int, default=64, help="tokens to decode")
+    parser.add_argument("--ttft", nargs="*", default=["16x1024"], help="batch x prompt")
+    parser.add_argument("--ratio", type=float, default=0.6, help="realised ratio to compare at")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--kernels", default="auto", help="our decode kernels: auto, on, off or a number of tokens")
+    parser.add_argument(
+        "--routing", default="vllm", help="vllm: its own top-k, then the rule; fused: one kernel for both"
+    )
+    parser.add_argument("--no-stock", action="store_true", help="leave out the engine without the plugin")
+    parser.add_argument("--eager", action="store_true", help="no compilation, no CUDA graphs")
+    parser.add_argument("--memory", type=float, default=0.46, help="share of the GPU for each engine")
+    parser.add_argument("--cache", type=float, default=3.0, help="GiB of KV cache for each engine")
+    parser.add_argument("--length", type=int, default=1280, help="longest sequence")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        run = Run(options, Path(folder))
+        run.prepare()
+        for batch in options.batches:
+            run.measure("TPOT", batch, options.prompt, options.decode + 1)
+        for size in options.ttft:
+            run.measure("TTFT", *map(int, size.split("x")), 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,125 @@
+"""Whether vLLM with the plugin says what transformers with ACE says: greedy tokens, log-probabilities, kept slots.
+
+    python benchmarks/serving_agreement.py MODEL [--dtypes float32 bfloat16] [--budget 0.5] [--out FILE]
+
+τ is put into a gap between the scores that the transformers integration sees, so that rounding may not flip a slot in
+fp32. Further types use the same τ: in bf16 the two engines round differently already without skipping, and their agreement
+at threshold 0 is shown beside.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "serving"))
+
+import torch
+from serving_cases import PROMPTS, Reference, in_a_gap, reference
+
+from ace_moe import ACE, build_plan
+from ace_moe.integrations.vllm import engine_args
+from ace_moe.integrations.vllm.control import report, reset, set_threshold
+from ace_moe.loading import load_model, load_tokenizer
+from ace_moe.plan import Plan
+
+
+def references(
+    model: str, plan: Plan, dtype: str, threshold: float | None, options: argparse.Namespace
+) -> list[Reference]:
+    """At threshold 0 and at the budget: at a threshold in a gap, or at the one that fp32 had."""
+    tokenizer = load_tokenizer(model)
+    starts = [tokenizer(text)["input_ids"] for text in PROMPTS]
+    loaded = load_model(model, dtype=dtype)
+    ace = ACE(plan)
+    with ace(loaded):
+        dense, _ = reference(loaded, ace, 0.0, starts, options.tokens)
+        if threshold is not None:
+            found, _ = reference(loaded, ace, threshold, starts, options.tokens)
+    if threshold is None:
+        found = in_a_gap(loaded, plan, starts, options.budget, options.tokens)
+    del loaded
+    gc.collect()
+    torch.cuda.empty_cache()
+    return [dense, found]
+
+
+def engine(model: str, plan: Path, dtype: str, options: argparse.Namespace) -> Any:
+    from vllm import LLM
+
+    return LLM(
+        model, dtype=dtype, max_model_len=512, enforce_eager=options.eager, enable_prefix_caching=False, seed=0,
+        **({"gpu_memory_utilization": 0.4} if torch.cuda.is_available() else {}),
+        **engine_args(plan, 0.0, kernels=options.kernels == "on"),
+    )  # fmt: skip
+
+
+def compare(llm: Any, model: str, wanted: Reference, tokens: int) -> dict[str, Any]:
+    from vllm import SamplingParams, TokensPrompt
+
+    set_threshold(llm, wanted.threshold)
+    reset(llm)
+    tokenizer = load_tokenizer(model)
+    prompts = [TokensPrompt(prompt_token_ids=tokenizer(text)["input_ids"]) for text in PROMPTS]
+    params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, prompt_logprobs=1, detokenize=False)
+    outs = llm.generate(prompts, params, use_tqdm=False)
+    worst = max(
+        abs(entry.logprob - float(expected[token]))
+        for out, logprobs in zip(outs, wanted.logprobs, strict=True)
+        for row, expected in zip(out.prompt_logprobs[1:], logprobs, strict=False)
+        for token, entry in row.items()
+    )
+    pairs = [
+        (a, b) for o, t in zip(outs, wanted.tokens, strict=True) for a, b in zip(o.outputs[0].token_ids, t, strict=True)
+    ]
+    layers = report(llm)["layers"]
+    kept = {k: sum(layers[k][p]["kept"] for p in ("prefill", "decode")) for k in layers}
+    return {
+        "threshold": wanted.threshold, "nearest_score": wanted.nearest, "realised": report(llm)["realised"],
+        "tokens": len(pairs), "equal_tokens": sum(a == b for a, b in pairs), "worst_prompt_logprob": worst,
+        "kept": kept, "kept_transformers": {k: v for k, (_, v) in wanted.counts.items()},
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
+    parser.add_argument("--budget", type=float, default=0.5)
+    parser.add_argument("--tokens", type=int, default=32)
+    parser.add_argument("--kernels", choices=["on", "off"], default="off")
+    parser.add_argument("--eager", action="store_true")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    path = Path("agreement-plan.safetensors").absolute()
+    plan = build_plan(options.model)
+    plan.save(path)
+    results: dict[str, Any] = {"command": "python benchmarks/serving_agreement.py " + " ".join(sys.argv[1:])}
+    threshold = None
+    for dtype in options.dtypes:
+        wanted = references(options.model, plan, dtype, threshold, options)
+        threshold = wanted[1].threshold
+        llm = engine(options.model, path, dtype, options)
+        for name, one in zip(("threshold 0", f"{options.budget:.0%}"), wanted, strict=True):
+            row = results[f"{dtype} {name}"] = compare(llm, options.model, one, options.tokens)
+            same = "equal" if row["kept"] == row["kept_transformers"] else "differ"
+            tokens, worst = f"{row['equal_tokens']}/{row['tokens']} tokens", f"{row['worst_prompt_logprob']:.1e}"
+            print(
+                f"{dtype} {name}: {tokens}, worst |Δ log p| {worst}, realised {row['realised']:.3f}, kept slots {same}"
+            )
+            if options.out:
+                options.out.write_text(json.dumps(results, indent=1) + "\n")
+        del llm
+        gc.collect()
+    path.unlink()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,182 @@
+"""vLLM's OpenAI server with skipping configured: serve."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ..errors import IntegrationError
+from .common import (
+    AllowOtherWeights,
+    GainName,
+    MinActive,
+    MinMass,
+    Model,
+    PolicyName,
+    Preset,
+    app,
+    note,
+    progress,
+)
+
+FORWARDED = {"allow_extra_args": True, "ignore_unknown_options": True}
+
+
+@app.command(
+    context_settings=FORWARDED,
+    epilog="Example: ace serve Qwen/Qwen3-30B-A3B --plan plan.safetensors --skip 0.5 --port 8000 --tensor-parallel-size 2",
+)
+def serve(
+    context: typer.Context,
+    model: Model,
+    plan: Annotated[
+        Path | None, typer.Option(help="The plan file. Default: made from the checkpoint and kept.")
+    ] = None,
+    skip: Annotated[float, typer.Option(help="The budget: fraction of routed slots to skip.")] = 0.0,
+    skip_prefill: Annotated[float | None, typer.Option(help="Another budget for prompts.")] = None,
+    skip_decode: Annotated[float | None, typer.Option(help="Another budget for generated tokens.")] = None,
+    text: Annotated[
+        Path | None, typer.Option(help="Text to map the budget on, where the plan has none for it.")
+    ] = None,
+    policy: PolicyName = "ace",
+    preset: Preset = None,
+    gain: GainName = None,
+    min_active: MinActive = None,
+    min_mass: MinMass = None,
+    workload: Annotated[str | None, typer.Option(help="Thresholds of this text, if the plan has several.")] = None,
+    kernels: Annotated[str, typer.Option(help="Our decode kernels: auto, on, off or a number of tokens.")] = "auto",
+    allow_other_weights: AllowOtherWeights = False,
+    dry_run: Annotated[bool, typer.Option(help="Check everything, print vLLM's command and stop.")] = False,
+) -> None:
+    """Serve a model with vLLM. MODEL comes first; flags that are not listed here go to vLLM as they are."""
+    from ..integrations.vllm.settings import Settings
+
+    if importlib.util.find_spec("vllm") is None:
+        raise IntegrationError("vLLM is not installed. Install it with `pip install ace-moe[vllm]`.")
+    budget = skip if skip_prefill is None and skip_decode is None else {
+        "prefill": skip if skip_prefill is None else skip_prefill, "decode": skip if skip_decode is None else skip_decode
+    }  # fmt: skip
+    given = {
+        "skip": budget, "policy": policy, "preset": preset, "gain": gain, "min_active": min_active, "min_mass": min_mass,
+        "workload": workload, "kernels": parse_kernels(kernels), "allow_other_weights": allow_other_weights,
+    }  # fmt: skip
+    config = {k: v for k, v in given.items() if v is not None and (k, v) != ("allow_other_weights", False)}
+    refuse_flags(context.args)
+    config["plan"] = str(find_plan(model, plan, Settings.from_dict(config), text))
+    check(model, Settings.from_dict(config))
+    command = server_command(model, config, context.args)
+    if dry_run:
+        return print(json.dumps(command))
+    os.execv(command[0], command)
+
+
+def parse_kernels(value: str) -> bool | int | str:
+    names: dict[str, bool | str] = {"auto": "auto", "on": True, "off": False}
+    if value in names:
+        return names[value]
+    if value.isdigit():
+        return int(value)
+    raise IntegrationError(f"--kernels is auto, on, off or the largest number of tokens, not {value!r}.")
+
+
+def refuse_flags(flags: list[str]) -> None:
+    """What the server would refuse minutes later, said at once."""
+    if any(flag.split("=")[0] == "--enable-lora" for flag in flags):
+        raise IntegrationError(
+            "ACE does not work with --enable-lora: LoRA aligns all routed slots itself. Serve without one of the two."
+        )
+
+
+def find_plan(model: str, plan: Path | None, settings: Any, text: Path | None) -> Path:
+    """The plan file, made where there is none; with a text, its thresholds too."""
+    from ..integrations.vllm.settings import automatic_plan, automatic_plan_path
+
+    if plan is None:
+        with progress("layers", None) as tick:
+            automatic_plan(model, say=lambda message: note(message.removeprefix("ACE: ")), tick=tick)
+        plan = automatic_plan_path(model)[0]
+    plan = plan.expanduser().absolute()
+    if text is not None:
+        map_budgets(model, plan, settings, text)
+    return plan
+
+
+def map_budgets(model: str, plan: Path, settings: Any, text: Path) -> None:
+    """Thresholds for the budgets that the plan has none for, by `ace budget`'s own passes."""
+    from ..ace import ACE
+    from ..errors import BudgetError
+    from ..loading import load_model, load_tokenizer, load_windows
+    from ..offline import Passes, fit_budgets, thresholds
+    from ..plan import Plan
+
+    own = {"policy": settings.policy, "preset": settings.preset, **settings.policy_settings}
+    ace = ACE(Plan.load(plan), allow_other_weights=settings.allow_other_weights, **own)
+    wanted = settings.skip.values() if isinstance(settings.skip, dict) else [settings.skip]
+    missing = []
+    for budget in sorted({b for b in wanted if b > 0}):
+        try:
+            ace.plan.threshold(ace.policy.settings, budget, workload=settings.workload)
+        except BudgetError:
+            missing.append(budget)
+    if not missing:
+        return
+    note(f"mapping {', '.join(f'{b:.0%}' for b in missing)} on {text}, then serving")
+    loaded = load_model(model)
+    windows = load_windows(loaded, load_tokenizer(model), text, 1024, 65536)
+    with ace(loaded), progress("windows", None) as tick:
+        fits = fit_budgets(Passes(ace, loaded, windows, 1, tick), missing)
+    ace.plan.with_thresholds(thresholds(fits, ace.policy, windows)).save(plan)
+
+
+def check(model: str, settings: Any) -> None:
+    """Everything that can be known before vLLM starts: plan, budget, policy, and that the plan is this model's."""
+    from ..integrations.vllm.settings import check_content
+
+    ace = settings.open(model)
+    check_content(ace.plan, model, settings.allow_other_weights)
+
+
+def server_command(model: str, config: dict[str, Any], flags: list[str]) -> list[str]:
+    """vLLM's own server with our configuration, control routes and workers' RPCs."""
+    from ..integrations.vllm import KEY, MIDDLEWARE, WORKER
+
+    flags, additional = take_additional(flags)
+    ours = ["--additional-config", json.dumps({**additional, KEY: config}), "--middleware", MIDDLEWARE]
+    if not any(flag.split("=")[0] == "--worker-extension-cls" for flag in flags):
+        ours += ["--worker-extension-cls", WORKER]
+    return [*server(model), *ours, *flags]
+
+
+def server(model: str) -> list[str]:
+    """`vllm serve` asks for a distribution named vllm, which CPU builds under another name do not have."""
+    try:
+        importlib.metadata.version("vllm")
+        return [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", model]
+    except importlib.metadata.PackageNotFoundError:
+        return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
+
+
+def take_additional(flags: list[str]) -> tuple[list[str], dict[str, Any]]:
+    """The user's own --additional-config out of the flags, so that ours joins it instead of replacing it."""
+    rest: list[str] = []
+    found: Any = {}
+    values = iter(flags)
+    for flag in values:
+        name, _, value = flag.partition("=")
+        if name != "--additional-config":
+            rest.append(flag)
+            continue
+        try:
+            found = json.loads(value or next(values, ""))
+        except ValueError:
+            found = None
+        if not isinstance(found, dict):
+            raise IntegrationError("--additional-config takes a JSON object.")
+    return rest, found

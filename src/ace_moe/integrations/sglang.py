@@ -1,0 +1,112 @@
+"""Skipping in SGLang (experimental): an AROUND hook behind its top-k, by its own plugin registry.
+
+    ACE_SGLANG='{"plan": "plan.safetensors", "skip": 0.5}' python -m sglang.launch_server --model-path MODEL \
+        --moe-runner-backend triton
+
+SGLang's STANDARD routing ends in `_post_process_topk_ids(topk_ids, topk_weights, topk_config, router_logits, layer_id)`.
+The rule looks at logical ids before that function (it remaps them for load balancing and appends shared experts) and
+puts −1 and the new gates after it: −1 is how SGLang itself marks padded rows, and its kernels leave such slots out.
+
+Written against SGLang 0.5.23's source and tested with a stand-in of the same signature; it has not run on its GPU
+runtime. Formats in which the kernel routes by itself never pass here; nothing is skipped then, and `report()` shows it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..ace import ACE
+from ..errors import IntegrationError
+from ..policies import Routing
+from .vllm.settings import Settings
+
+TARGET = "sglang.srt.layers.moe.topk._post_process_topk_ids"
+VARIABLE = "ACE_SGLANG"
+SKIPPED = -1
+
+
+class Skipping:
+    """The rule for all layers of a process; tables move to the device of the first ids they meet."""
+
+    def __init__(self, ace: ACE):
+        self.ace = ace
+        self.tables: dict[str, dict[str, Tensor]] = {}
+        self.counts: dict[str, Tensor] = {}
+        self.threshold: Tensor | None = None
+
+    def decide(self, layer_id: int | None, ids: Tensor, gates: Tensor) -> tuple[Tensor, Tensor]:
+        """ids, gates [T, k] → keep [T, k] and the new gates [T, k]. Rows of padding (ids −1) stay as they are."""
+        key = self._key(layer_id, ids)
+        padding = (ids < 0).any(-1)
+        assert self.threshold is not None
+        routing = Routing(ids.clamp(min=0).long(), gates, self.tables[key], self.threshold)
+        decision = self.ace.policy.route(routing)
+        keep = decision.keep | padding.unsqueeze(-1)
+        real = ~padding.unsqueeze(-1).expand_as(keep)
+        self.counts[key] += torch.stack([real.sum(), (keep & real).sum()])
+        return keep, torch.where(padding.unsqueeze(-1), gates, decision.gates)
+
+    def _key(self, layer_id: int | None, ids: Tensor) -> str:
+        key = str(layer_id)
+        if key in self.counts:
+            return key
+        structure = self.ace.plan.fingerprint["structure"]
+        if key not in structure:
+            raise IntegrationError(f"The plan has no layer {key}; it is of another model. Build one with `ace tables`.")
+        if structure[key]["top_k"] != ids.shape[-1]:
+            raise IntegrationError(
+                f"The plan is of another model: layer {key} has top_k {structure[key]['top_k']} in the plan, {ids.shape[-1]} in "
+                "the model. Build one with `ace tables`."
+            )
+        names = self.ace.policy.needs
+        self.tables[key] = {name: self.ace.plan.tables[key][name].to(ids.device) for name in names}
+        self.counts[key] = torch.zeros(2, dtype=torch.int64, device=ids.device)
+        if self.threshold is None:  # one τ for both phases: the hook does not know which one a token is in
+            self.threshold = self.ace.thresholds[1].to(ids.device)
+        return key
+
+    def report(self) -> dict[str, list[int]]:
+        """Routed and kept slots by layer."""
+        return {key: counts.tolist() for key, counts in self.counts.items()}
+
+
+def around(skipping: Skipping) -> Callable[..., Any]:
+    """The hook: `original(topk_ids, topk_weights, …)` between our look at the ids and our change of them."""
+
+    def hook(original: Callable[..., Any], topk_ids: Tensor, topk_weights: Tensor, *args: Any, **kwargs: Any) -> Any:
+        layer_id = kwargs.get("layer_id", args[2] if len(args) > 2 else None)
+        keep, gates = skipping.decide(layer_id, topk_ids, topk_weights)
+        result = original(topk_ids, gates, *args, **kwargs)
+        ids, *rest = result if isinstance(result, tuple) else (result,)
+        width = keep.shape[-1]  # columns behind these are shared experts that were appended
+        marked = torch.where(keep, ids[:, :width], SKIPPED)
+        ids = torch.cat([marked, ids[:, width:]], dim=-1) if ids.shape[-1] > width else marked
+        weights = rest[0] if rest else gates
+        return (ids, weights, *rest[1:]) if isinstance(result, tuple) else _in_place(ids, gates, topk_weights)
+
+    return hook
+
+
+def _in_place(ids: Tensor, gates: Tensor, topk_weights: Tensor) -> Tensor:
+    """A function that returns ids alone leaves the caller with its own weights: ours go into them."""
+    topk_weights.copy_(gates)
+    return ids
+
+
+def register() -> None:
+    """Entry point of `sglang.srt.plugins`. Does nothing unless ACE_SGLANG is set."""
+    given = os.environ.get(VARIABLE)
+    if not given:
+        return
+    from sglang.srt.plugins import HookRegistry, HookType
+
+    settings = Settings.from_dict(json.loads(given))
+    if settings.plan is None or isinstance(settings.skip, dict):
+        raise IntegrationError("In SGLang give a plan and one budget for both phases: the hook does not see phases.")
+    HookRegistry.register(TARGET, around(Skipping(settings.open(""))), HookType.AROUND)

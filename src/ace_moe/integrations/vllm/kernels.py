@@ -1,0 +1,72 @@
+"""Our decode kernels behind vLLM's contract: for a few tokens one or two launches instead of align, products and sum."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...dispatch.activation import SILU, Activation
+
+_arrived: dict[tuple[torch.device, int], Tensor] = {}
+
+
+class DecodeKernels:
+    """Unquantised gated SiLU experts in vLLM's Triton layout: w13 [E, 2m, d] gate then up, w2 [E, d, m]."""
+
+    def __init__(self, experts: Any):
+        from ...dispatch.experts import FEW, Layout, arrivals
+
+        self.experts = experts  # weights are read at each call: vLLM may replace the parameter objects
+        self.layout = Layout(gated=True, interleaved=False, transposed=False, activation=Activation(SILU))
+        w2 = experts.w2_weight
+        key = (w2.device, int(w2.shape[1]))
+        if key not in _arrived:  # zero before and after each call, so all layers of a stream can share it
+            _arrived[key] = arrivals(FEW, int(w2.shape[1]), w2.device)
+        self.arrived = _arrived[key]
+
+    @classmethod
+    def of(cls, experts: Any, kernel: Any) -> DecodeKernels | str:
+        """The kernels for this layer, or why they cannot run it."""
+        try:
+            import triton  # noqa: F401
+        except ImportError:
+            return "Triton is not installed"
+        reason = unfit(experts, kernel)
+        return reason or cls(experts)
+
+    def __call__(self, x: Tensor, gates: Tensor, ids: Tensor) -> Tensor:
+        """x [T, d], gates and ids [T, k] → [T, d]; ids outside [0, E) are not run."""
+        from ...dispatch.experts import Weights, run
+
+        weights = Weights(self.experts.w13_weight, self.experts.w2_weight, None, None, self.layout)
+        return run(x, ids, gates, weights, self.arrived)
+
+
+def unfit(experts: Any, kernel: Any) -> str:
+    """Why the kernels cannot stand in for this layer's; empty if they can."""
+    config = experts.moe_config
+    w13, w2 = (getattr(experts, name, None) for name in ("w13_weight", "w2_weight"))
+    prepare = type(getattr(experts.quant_method.moe_kernel, "prepare_finalize", None)).__name__
+    reasons = (
+        (
+            type(kernel).__name__ != "TritonExperts",
+            f"the back end is {type(kernel).__name__}, whose weights lie otherwise",
+        ),
+        (
+            getattr(kernel, "quant_dtype", None) is not None or getattr(kernel, "w1_scale", None) is not None,
+            "quantised",
+        ),
+        (w13 is None or w13.dtype not in (torch.bfloat16, torch.float16, torch.float32), "quantised weights"),
+        (config.has_bias, "its experts have biases"),
+        (str(getattr(experts.activation, "value", experts.activation)) != "silu", "its activation is not SiLU"),
+        (getattr(experts, "swiglu_limit", None) is not None, "its activation is clamped"),
+        (
+            experts.expert_map is not None or prepare != "MoEPrepareAndFinalizeNoDPEPModular",
+            "experts are spread over ranks",
+        ),
+        (experts.apply_router_weight_on_input, "gates are applied before the experts"),
+        (w13 is not None and w2 is not None and w13.shape[1] != 2 * w2.shape[2], "its weights are padded"),
+    )
+    return next((why for wrong, why in reasons if wrong), "")

@@ -1,0 +1,63 @@
+"""The report as Prometheus text. Counters live in the workers; this only writes down what they say at a scrape."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+PHASES = ("prefill", "decode")
+
+
+def exposition(report: Mapping[str, Any]) -> str:
+    """Text for the end of a /metrics page.
+
+    A registry of its own, made for one scrape: vLLM's is shared by several processes through files when there is more
+    than one API server, and values set there by one process would be added up with the others'.
+    """
+    from prometheus_client import CollectorRegistry, generate_latest
+
+    registry = CollectorRegistry()
+    registry.register(_Collector(report))
+    return generate_latest(registry).decode()
+
+
+class _Collector:
+    def __init__(self, report: Mapping[str, Any]):
+        self.report = report
+
+    def collect(self) -> Iterator[Any]:
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+        by = ["layer", "phase"]
+        yield self._by_layer(
+            CounterMetricFamily("ace:slots_routed", "Routed slots of real tokens", labels=by), "routed"
+        )
+        yield self._by_layer(CounterMetricFamily("ace:slots_kept", "Slots that were executed", labels=by), "kept")
+        yield self._by_layer(
+            GaugeMetricFamily(
+                "ace:realised_ratio", "Fraction of routed slots not executed since the last reset", labels=by
+            ),
+            "realised",
+        )
+        threshold = GaugeMetricFamily("ace:threshold", "Contribution under which a slot is skipped", labels=["phase"])
+        budget = GaugeMetricFamily("ace:budget", "Fraction of routed slots asked to be skipped", labels=["phase"])
+        for phase in PHASES:
+            threshold.add_metric([phase], self.report["threshold"][phase])
+            wanted = budget_of(self.report["skip"], phase)
+            if wanted is not None:
+                budget.add_metric([phase], wanted)
+        yield threshold
+        yield budget
+
+    def _by_layer(self, family: Any, name: str) -> Any:
+        for layer, phases in self.report["layers"].items():
+            for phase in PHASES:
+                family.add_metric([layer, phase], phases[phase][name])
+        return family
+
+
+def budget_of(skip: Any, phase: str) -> float | None:
+    """The budget asked for in a phase; None where only a threshold was set."""
+    if isinstance(skip, Mapping):
+        return float(skip.get(phase, skip.get("both", 0.0)))
+    return None if skip is None else float(skip)

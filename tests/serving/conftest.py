@@ -1,0 +1,39 @@
+"""Models, plans and references of the serving tests. Everything that starts an engine is skipped where vLLM is missing."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from functools import cache
+
+import pytest
+from serving_cases import Case, in_a_gap, load_fp32, prompts, save_tiny
+
+from ace_moe import build_plan
+from ace_moe.demo import MODEL
+
+HAS_VLLM = importlib.util.find_spec("vllm") is not None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if HAS_VLLM:
+        return
+    for item in items:
+        if item.get_closest_marker("vllm"):
+            item.add_marker(
+                pytest.mark.skip(reason="vLLM is not installed; `make test-vllm` sets up an environment with it")
+            )
+
+
+@pytest.fixture(scope="session")
+def case_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Case]:
+    """demo, glm4 or qwen2."""
+
+    @cache
+    def make(name: str) -> Case:
+        folder = tmp_path_factory.mktemp(name)
+        model = MODEL if name == "demo" else save_tiny(name, folder / "model")
+        plan = build_plan(model)
+        return Case(name, model, plan.save(folder / "plan.safetensors"), in_a_gap(load_fp32(model), plan, prompts()))
+
+    return make

@@ -1,0 +1,103 @@
+"""Runs one vLLM engine in a process of its own, by a JSON file, and writes what came out as JSON.
+
+    python serving_engine.py SPEC OUT
+
+SPEC: model, prompts (token ids), max_tokens, ace (or null), llm (arguments of vllm.LLM), steps. Each step is a change of
+budget ({"threshold": 0.1}, {"skip": 0.5} or {}) followed by one generation of all prompts.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+# An engine in another process starts on the first request while the rest are still on their way: which requests share a
+# step, and with it the last bits of a product, would depend on the load of the machine.
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+
+from ace_moe.integrations.vllm.control import AceWorker
+
+
+class AuditedWorker(AceWorker):
+    """Counts the slots that reach the CPU kernel itself."""
+
+    def audit_begin(self) -> None:
+        from vllm.model_executor.layers.fused_moe.experts import cpu_moe
+
+        kernel = getattr(cpu_moe.cpu_fused_moe, "inner", cpu_moe.cpu_fused_moe)
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            counted.slots += args[7].numel()  # type: ignore[attr-defined]
+            return kernel(*args, **kwargs)
+
+        counted.slots, counted.inner = 0, kernel  # type: ignore[attr-defined]
+        cpu_moe.cpu_fused_moe = counted
+
+    def audit_read(self) -> int:
+        from vllm.model_executor.layers.fused_moe.experts import cpu_moe
+
+        return cpu_moe.cpu_fused_moe.slots
+
+    def module_classes(self) -> list[str]:
+        """Every class in the model, and of the routers, which are no modules."""
+        modules = list(self.model_runner.model.modules())  # type: ignore[attr-defined]
+        routers = [m.router for m in modules if hasattr(m, "router")]
+        return sorted({f"{type(m).__module__}.{type(m).__name__}" for m in [*modules, *routers]})
+
+    def hooked(self) -> bool:
+        return any(hasattr(cls, "_ace_hooked") for cls in type(self.model_runner).__mro__)  # type: ignore[attr-defined]
+
+
+def main(spec_path: str, out_path: str) -> None:
+    from vllm import LLM
+
+    from ace_moe.integrations.vllm import KEY
+
+    spec = json.loads(Path(spec_path).read_text())
+    ace = {"additional_config": {KEY: spec["ace"]}} if spec["ace"] is not None else {}
+    llm = LLM(
+        spec["model"], dtype="float32", max_model_len=512, seed=0, enable_prefix_caching=False, max_logprobs=16,
+        worker_extension_cls="serving_engine.AuditedWorker", **ace, **spec["llm"],
+    )  # fmt: skip
+    results = [step(llm, spec, change) for change in spec["steps"]]
+    extra = {name: llm.collective_rpc(name)[0] for name in ("module_classes", "hooked")}
+    Path(out_path).write_text(json.dumps({"steps": results, **extra}))
+
+
+def step(llm: Any, spec: dict[str, Any], change: dict[str, Any]) -> dict[str, Any]:
+    from vllm import SamplingParams, TokensPrompt
+
+    from ace_moe.integrations.vllm.control import merge
+
+    on = spec["ace"] is not None
+    if on and change:
+        merge(llm.collective_rpc("ace_set", kwargs=change))
+    if on:
+        llm.collective_rpc("ace_reset")
+    llm.collective_rpc("audit_begin")
+    params = SamplingParams(
+        temperature=0, max_tokens=spec["max_tokens"], ignore_eos=True, prompt_logprobs=8, logprobs=8, detokenize=False
+    )
+    outs = llm.generate([TokensPrompt(prompt_token_ids=p) for p in spec["prompts"]], params, use_tqdm=False)
+    return {
+        "tokens": [list(o.outputs[0].token_ids) for o in outs],
+        "prompt_logprobs": [[_values(row) for row in o.prompt_logprobs[1:]] for o in outs],
+        "logprobs": [[_values(row) for row in o.outputs[0].logprobs] for o in outs],
+        "report": merge(llm.collective_rpc("ace_report")) if on else None,
+        "executed": llm.collective_rpc("audit_read"),
+    }
+
+
+def _values(row: dict[int, Any]) -> dict[str, float]:
+    return {str(token): entry.logprob for token, entry in row.items()}
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

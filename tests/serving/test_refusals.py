@@ -1,0 +1,79 @@
+"""What the engine refuses to start with, and in what words. Every refusal is an error of ours that says what to do."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from serving_cases import HERE, Case, environment
+
+from ace_moe.plan import Plan
+
+
+def damaged(case: Case, folder: Path) -> dict[str, Path]:
+    """Plans that are wrong in different ways."""
+    plan = Plan.load(case.plan)
+    other = Plan(plan.tables, {**plan.fingerprint, "content": "0" * 64}, "other")
+    structure = {key: {**layer, "experts": 16} for key, layer in plan.fingerprint["structure"].items()}
+    tables = {key: {n: torch.ones(16) for n in ("gsp", "rcr")} for key in structure}
+    foreign = Plan(tables, {"structure": structure, "content": plan.fingerprint["content"]}, "foreign")
+    fewer = {key: layer for key, layer in plan.fingerprint["structure"].items() if key != "3"}
+    short = Plan({k: plan.tables[k] for k in fewer}, {**plan.fingerprint, "structure": fewer}, "short")
+    (folder / "truncated").write_bytes(case.plan.read_bytes()[:-100])
+    made = {name: p.save(folder / name) for name, p in (("other", other), ("foreign", foreign), ("short", short))}
+    return {**made, "truncated": folder / "truncated"}
+
+
+@pytest.mark.vllm
+def test_engine_says_why_it_does_not_start(case_of: Callable[[str], Case], tmp_path: Path) -> None:
+    case = case_of("demo")
+    bad = damaged(case, tmp_path)
+    good: dict[str, Any] = {"plan": str(case.plan)}
+    cases: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+        ({"plan": str(tmp_path / "none")}, {}, "PlanError: There is no plan at"),
+        ({"plan": str(bad["truncated"])}, {}, "truncated or no plan"),
+        ({"plan": str(bad["foreign"])}, {}, "PlanError: The plan is of another model"),
+        ({"plan": str(bad["short"]), "allow_other_weights": True}, {}, "PlanError: The plan has no layer 3"),
+        ({"plan": str(bad["other"])}, {}, "same shape but other router weights"),
+        ({**good, "skip": 0.5}, {}, "BudgetError: The plan has no threshold for a budget of 50.0%"),
+        ({**good, "skip": 0.99}, {}, "BudgetError: A budget of 99.0% cannot be met"),
+        ({**good, "gian": "kept"}, {}, "BudgetError: Policy 'ace' has no setting gian"),
+        ({**good, "policy": "oea"}, {}, "BudgetError: Policy 'oea' cannot be served"),
+        ({**good, "kernels": "fast"}, {}, "IntegrationError: `kernels` is"),
+        ({**good, "kernels": True}, {}, "IntegrationError: The decode kernels cannot run"),
+        ({**good, "executor": "native"}, {}, "IntegrationError: `executor` is one of"),
+        ("plan.safetensors", {}, "IntegrationError: The `ace` part of additional_config"),  # type: ignore[list-item]
+        (good, {"llm": {"enable_lora": True}}, "IntegrationError: ACE does not work with --enable-lora"),
+        (
+            good,
+            {"patch": "monolithic"},
+            "IntegrationError: model.layers.0.mlp.experts: vLLM chose a kernel that routes",
+        ),
+    ]
+    spec = [{"model": str(case.model), "ace": ace, **more} for ace, more, _ in cases]
+    messages = attempts(tmp_path, [*spec, {"model": str(case.model), "ace": good}])
+    assert messages.pop() == ""  # the good plan starts, in the same process, after all these
+    for (_, _, expected), message in zip(cases, messages, strict=True):
+        assert expected in message, message
+
+
+def attempts(folder: Path, spec: list[dict[str, Any]]) -> list[str]:
+    (folder / "spec.json").write_text(json.dumps(spec))
+    command = [sys.executable, str(HERE / "serving_refusals.py"), str(folder / "spec.json"), str(folder / "said.json")]
+    done = subprocess.run(
+        command,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-6000:]
+    return json.loads((folder / "said.json").read_text())

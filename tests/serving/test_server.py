@@ -1,0 +1,280 @@
+"""`ace serve`: the OpenAI server with budgets that change while it runs, metrics, and 200 requests at once."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from serving_cases import MAX_TOKENS, PROMPTS, Case, environment
+
+from ace_moe import ACE
+from ace_moe.demo import TEXT
+from ace_moe.loading import load_tokenizer, load_windows
+from ace_moe.offline import Passes, fit_budgets, thresholds
+from ace_moe.plan import Plan
+
+KEY = "a-key"
+
+
+@pytest.fixture(scope="module")
+def mapped(case_of: Callable[[str], Case], tmp_path_factory: pytest.TempPathFactory, demo_model: Any) -> Path:
+    """The demo's plan with thresholds for 20 and 50 %."""
+    ace = ACE(Plan.load(case_of("demo").plan))
+    windows = load_windows(demo_model, load_tokenizer(case_of("demo").model), TEXT, 256, 1024)
+    with ace(demo_model):
+        fits = fit_budgets(Passes(ace, demo_model, windows), [0.2, 0.5])
+    return ace.plan.with_thresholds(thresholds(fits, ace.policy, windows)).save(
+        tmp_path_factory.mktemp("mapped") / "plan.safetensors"
+    )
+
+
+class Server:
+    def __init__(self, port: int, model: str):
+        self.port, self.model = port, model
+
+    def send(self, path: str, body: Any = None, key: str | None = KEY) -> tuple[int, str]:
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self.port}{path}", data, {"content-type": "application/json"}
+        )
+        if key:
+            request.add_header("authorization", f"Bearer {key}")
+        try:
+            with urllib.request.urlopen(request, timeout=300) as answer:
+                return answer.status, answer.read().decode()
+        except urllib.error.HTTPError as error:
+            return error.code, error.read().decode()
+
+    def complete(self, prompt: str, tokens: int = MAX_TOKENS, **more: Any) -> dict[str, Any]:
+        body = {
+            "model": self.model,
+            "prompt": prompt,
+            "max_tokens": tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            **more,
+        }
+        status, text = self.send("/v1/completions", body)
+        assert status == 200, text
+        return json.loads(text)["choices"][0]
+
+
+@contextmanager
+def serving(log: Path, model: Path, *options: str, **more: str) -> Iterator[Server]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [
+        str(Path(sys.executable).parent / "ace"), "serve", str(model), *options, "--port", str(port), "--dtype", "float32",
+        "--max-model-len", "512", "--enforce-eager", "--no-enable-prefix-caching", "--api-key", KEY,
+    ]  # fmt: skip
+    env = {
+        **environment(),
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        **more,
+    }
+    with log.open("w") as out:
+        process = subprocess.Popen(command, env=env, stdout=out, stderr=subprocess.STDOUT)
+    server = Server(port, str(model))
+    try:
+        _wait(process, server, log)
+        yield server
+    finally:
+        process.terminate()
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            process.kill()
+
+
+def _wait(process: subprocess.Popen[bytes], server: Server, log: Path) -> None:
+    for _ in range(240):
+        assert process.poll() is None, log.read_text()[-6000:]
+        try:
+            if server.send("/health")[0] == 200:
+                return
+        except OSError:
+            pass
+        time.sleep(1)
+    raise AssertionError(log.read_text()[-6000:])
+
+
+@pytest.mark.vllm
+def test_server(case_of: Callable[[str], Case], mapped: Path, tmp_path: Path) -> None:
+    case = case_of("demo")
+    with serving(tmp_path / "log", case.model, "--plan", str(mapped), "--skip", "0.5") as server:
+        check_tokens(server, case)
+        check_control(server)
+        check_metrics(server)
+        check_load(server)
+
+
+@pytest.mark.vllm
+def test_server_without_the_plugin_in_its_workers_stops(
+    case_of: Callable[[str], Case], mapped: Path, tmp_path: Path
+) -> None:
+    """An allow-list of plugins that leaves ours out would serve without skipping, silently."""
+    started = serving(tmp_path / "log", case_of("demo").model, "--plan", str(mapped), VLLM_PLUGINS="another")
+    with pytest.raises(AssertionError, match="Skipping is not configured"), started:
+        pass
+
+
+def check_tokens(server: Server, case: Case) -> None:
+    """At the reference's threshold the server writes the reference's tokens."""
+    server.send("/ace", {"threshold": case.reference.threshold})
+    tokenizer = load_tokenizer(case.model)
+    for prompt, expected in zip(PROMPTS, case.reference.tokens, strict=True):
+        assert server.complete(prompt)["text"] == tokenizer.decode(expected)
+
+
+def check_control(server: Server) -> None:
+    assert server.send("/ace", key=None)[0] == 401
+    assert server.send("/ace", {"skip": 0.2}, key="wrong")[0] == 401
+    status, text = server.send("/ace", {"skip": 0.2, "reset": True})
+    report = json.loads(text)
+    assert status == 200 and report["skip"] == 0.2 and report["prefill"]["routed"] == 0
+    assert list(report["layers"]) == [str(n) for n in range(6)] and report["executors"] == {"compact": 6}
+    for body, reason in (
+        ({"skip": 0.8}, "The plan has no threshold for a budget of 80.0%"),
+        ({"skip": "half"}, "is no number"),
+        ({"skip": 0.2, "threshold": 0.1}, "not both"),
+        ({"threshold": -1}, "A threshold is"),
+        ({"skp": 0.2}, "Send a JSON object"),
+        ([], "Send a JSON object"),
+    ):
+        status, text = server.send("/ace", body)
+        assert status == 400 and reason in json.loads(text)["error"]
+    assert json.loads(server.send("/ace")[1])["skip"] == 0.2  # none of that changed anything
+    status, text = server.send("/ace", {"skip": {"prefill": 0.5, "decode": 0.2}})
+    threshold = json.loads(text)["threshold"]
+    assert status == 200 and threshold["prefill"] > threshold["decode"] > 0
+
+
+def check_metrics(server: Server) -> None:
+    server.send("/ace", {"skip": 0.5, "reset": True})
+    server.complete(PROMPTS[0])
+    report = json.loads(server.send("/ace")[1])
+    status, text = server.send("/metrics", key=None)
+    lines = dict(line.rsplit(" ", 1) for line in text.splitlines() if line.startswith("ace:"))
+    assert status == 200 and "vllm:num_requests_running" in text
+    for key, layer in report["layers"].items():
+        for phase in ("prefill", "decode"):
+            for name, metric in (
+                ("routed", "slots_routed_total"),
+                ("kept", "slots_kept_total"),
+                ("realised", "realised_ratio"),
+            ):
+                assert float(lines[f'ace:{metric}{{layer="{key}",phase="{phase}"}}']) == layer[phase][name]
+    assert float(lines['ace:budget{phase="decode"}']) == 0.5
+    assert 0.3 < report["realised"] < 0.7
+
+
+def check_load(server: Server, requests: int = 200) -> None:
+    """The budget changes while 200 requests are under way: none fails, and the ratio follows."""
+    expected = [steady_ratio(server, budget) for budget in (0.5, 0.2)][::-1]
+    server.send("/ace", {"reset": True})
+    found: list[float] = []
+
+    def change() -> None:
+        time.sleep(1)
+        found.append(realised(server))
+        assert server.send("/ace", {"skip": 0.5})[0] == 200
+        server.send("/ace", {"reset": True})
+
+    with ThreadPoolExecutor(requests + 1) as pool:
+        changed = pool.submit(change)
+        jobs = [pool.submit(server.complete, PROMPTS[i % len(PROMPTS)], 24) for i in range(requests)]
+        texts = [job.result() for job in jobs]
+        changed.result()
+    found.append(realised(server))
+    print(f"\nload: {requests} requests; realised {found}, steady {expected}")
+    assert len(texts) == requests and all(t["text"] for t in texts)
+    assert all(abs(a - b) < 0.05 for a, b in zip(found, expected, strict=True))  # the first second is mostly prompts
+    assert found[1] > found[0] + 0.15
+
+
+def steady_ratio(server: Server, budget: float) -> float:
+    """What the budget realises on these prompts without a load."""
+    server.send("/ace", {"skip": budget})
+    server.send("/ace", {"reset": True})
+    for prompt in PROMPTS:
+        server.complete(prompt, 24)
+    return realised(server)
+
+
+def realised(server: Server) -> float:
+    return json.loads(server.send("/ace")[1])["realised"]
+
+
+# ---- the command, without an engine ------------------------------------------------------------------------------
+
+
+def ace(*options: str, **env: str) -> subprocess.CompletedProcess[str]:
+    command = [str(Path(sys.executable).parent / "ace"), "serve", *options]
+    return subprocess.run(
+        command, env={**environment(), **env}, capture_output=True, text=True, timeout=300, check=False
+    )
+
+
+@pytest.mark.vllm
+def test_command_line(case_of: Callable[[str], Case], mapped: Path, tmp_path: Path) -> None:
+    model = str(case_of("demo").model)
+    own = '{"gdn_prefill_backend": "triton"}'
+    done = ace(
+        model, "--plan", str(mapped), "--skip", "0.5", "--skip-decode", "0.2", "--kernels", "off", "-tp", "2",
+        "--additional-config", own, "--port", "80", "--dry-run",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    command = json.loads(done.stdout)
+    config = json.loads(command[command.index("--additional-config") + 1])
+    assert config["ace"]["skip"] == {"prefill": 0.5, "decode": 0.2} and config["ace"]["kernels"] is False
+    assert config["gdn_prefill_backend"] == "triton" and command.count("--additional-config") == 1
+    assert command[-4:] == ["-tp", "2", "--port", "80"] and model in command
+
+
+@pytest.mark.vllm
+def test_command_line_refuses_before_vllm_starts(case_of: Callable[[str], Case], mapped: Path, tmp_path: Path) -> None:
+    model, glm = str(case_of("demo").model), str(case_of("glm4").model)
+    for options, reason in (
+        ((model, "--plan", str(tmp_path / "none")), "There is no plan at"),
+        ((glm, "--plan", str(mapped)), "The plan is of another model"),
+        ((model, "--plan", str(mapped), "--skip", "0.8"), "ace budget"),
+        ((model, "--plan", str(mapped), "--skip", "0.5", "--enable-lora"), "--enable-lora"),
+        ((model, "--plan", str(mapped), "--kernels", "fast"), "--kernels is"),
+    ):
+        done = ace(*options, "--dry-run")
+        assert done.returncode == 1 and reason in " ".join(done.stderr.split()), done.stderr
+
+
+@pytest.mark.vllm
+def test_plan_is_made_when_none_is_given(case_of: Callable[[str], Case], tmp_path: Path) -> None:
+    model = str(case_of("demo").model)
+    cache = {"ACE_CACHE": str(tmp_path / "cache")}
+    first = ace(model, "--dry-run", **cache)
+    assert first.returncode == 0 and "computing the tables" in " ".join(first.stderr.split()), first.stderr
+    (made,) = (tmp_path / "cache").glob("*.safetensors")
+    assert Plan.load(made).tables.keys() == Plan.load(case_of("demo").plan).tables.keys()
+    unmapped = ace(model, "--skip", "0.5", "--dry-run", **cache)
+    assert unmapped.returncode == 1 and "ace budget" in unmapped.stderr
+    text = tmp_path / "sample.txt"
+    text.write_text(TEXT.read_text(encoding="utf-8")[:20000], encoding="utf-8")
+    done = ace(model, "--skip", "0.5", "--text", str(text), "--dry-run", **cache)
+    assert done.returncode == 0, done.stderr
+    assert [t.budget for t in Plan.load(made).thresholds] == [0.5]
+    command = json.loads(done.stdout)
+    config = json.loads(command[command.index("--additional-config") + 1])
+    assert os.path.samefile(config["ace"]["plan"], made)
