@@ -121,6 +121,6 @@ def many_sum(parts, ids, y, E, d, TOP_K: tl.constexpr, BN: tl.constexpr):
     total = tl.zeros((BN,), tl.float32)
     for slot in range(TOP_K):
         e = tl.load(ids + token * TOP_K + slot)
-        there = (n < d) & (e >= 0) & (e < E)
-        total += tl.load(parts + (token * TOP_K + slot) * d + n, mask=there, other=0.0).to(tl.float32)
+        width = tl.where((e >= 0) & (e < E), d, 0)  # nothing was written for a skipped slot
+        total += tl.load(parts + (token * TOP_K + slot) * d + n, mask=n < width, other=0.0).to(tl.float32)
     tl.store(y + token * d + n, total.to(y.dtype.element_ty), mask=n < d)
