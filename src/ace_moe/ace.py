@@ -18,9 +18,11 @@ from .checkpoint import MoEModel
 from .dispatch import Choice, fast_path
 from .errors import BudgetError, IntegrationError, PlanError
 from .integrations.transformers import Attachment
-from .plan import Phase, Plan
+from .plan import Phase, Plan, missing_table
 from .policies import PRESETS, Policy, make
 from .skipper import DECODE, PREFILL, Skipper, Step
+from .tables import TABLES
+from .text import Windows
 
 PHASES: dict[Phase, tuple[int, ...]] = {"both": (PREFILL, DECODE), "prefill": (PREFILL,), "decode": (DECODE,)}
 Skip = float | Mapping[str, float]
@@ -34,6 +36,11 @@ class Pending:
     model: str | Path
     text: str | Path
     tokens: int
+
+    def windows(self, model: PreTrainedModel) -> Windows:
+        from .loading import load_tokenizer, load_windows
+
+        return load_windows(model, load_tokenizer(self.model), self.text, 1024, self.tokens)
 
 
 class ACE:
@@ -49,14 +56,15 @@ class ACE:
         workload: str | None = None,
         allow_other_weights: bool = False,
         dispatch: Choice = "auto",
+        pending: Pending | None = None,
         **settings: Any,
     ):
         self.plan, self.workload, self.allow_other_weights = plan, workload, allow_other_weights
         self.dispatch = dispatch
-        self.policy = _policy(policy, preset, settings)
-        _check_tables(plan, self.policy)
+        self.policy = choose(policy, preset, **settings)
+        check_tables(plan, self.policy, calibrates=pending is not None)
         self._attachment: Attachment | None = None
-        self._pending: Pending | None = None
+        self._pending = pending
         self._skippers: list[Skipper] = []
         self._thresholds = self._look_up(skip)
 
@@ -69,17 +77,16 @@ class ACE:
     def from_pretrained(
         cls, model: str | Path, skip: Skip = 0.0, *, text: str | Path | None = None, tokens: int = 65536, **options: Any
     ) -> ACE:
-        """Tables from the checkpoint at once; with `text`, the budget's threshold from a pass when a model is attached."""
+        """Tables from the checkpoint at once; with `text`, what needs one (thresholds, calibrations) when a model is attached."""
         from .offline import build_plan
 
-        ace = cls(build_plan(model), 0.0 if text else skip, **options)
-        ace._pending = Pending(skip, model, text, tokens) if text else None
-        return ace
+        pending = Pending(skip, model, text, tokens) if text else None
+        return cls(build_plan(model), 0.0 if text else skip, pending=pending, **options)
 
     @property
     def top_k(self) -> int:
         """Slots a token has in each layer (the fewest, where layers differ)."""
-        return min(int(layer["top_k"]) for layer in self.plan.fingerprint["structure"].values())
+        return self.plan.top_k
 
     # ---- budget -------------------------------------------------------------------------------------------------
 
@@ -96,6 +103,11 @@ class ACE:
                 warnings.warn(notice, stacklevel=3)
             thresholds[list(PHASES[phase])] = tau
         return thresholds
+
+    @property
+    def thresholds(self) -> Tensor:
+        """τ for prefill and decode, [2]."""
+        return self._thresholds.clone()
 
     def set_skip(self, skip: Skip) -> None:
         """Another budget, at once: τ is changed in place, nothing is rebuilt or recompiled."""
@@ -122,7 +134,7 @@ class ACE:
         if self._attachment is not None:
             raise IntegrationError("This plan is attached to a model already. Call `ace.detach()` first.")
         moe = MoEModel.of(model)
-        self.plan = self.plan.check_model(moe.fingerprint(), self.allow_other_weights)
+        self.plan = self._complete(self.plan.check_model(moe.fingerprint(), self.allow_other_weights), model)
         step = Step()
         by_path = {s.path: Skipper(s.key, self.policy, self.plan.tables.get(s.key, {}), step) for s in moe.sites}
         for path, skipper in by_path.items():
@@ -136,15 +148,24 @@ class ACE:
             self._map(model, self._pending)
         return self
 
+    def _complete(self, plan: Plan, model: PreTrainedModel) -> Plan:
+        """The plan with what the policy needs beside: tables from the weights, and from a text if one was given."""
+        if not plan.lacks(self.policy.needs):
+            return plan
+        from .offline import add_tables, calibration_part, prepare
+
+        if self._pending is None:
+            return add_tables(plan, self.policy, model)
+        return prepare(plan, self.policy, model, calibration_part(self._pending.windows(model)))
+
     def _map(self, model: PreTrainedModel, pending: Pending) -> None:
         """The threshold that `from_pretrained` was asked for; on an error the model is detached again."""
-        from .loading import load_tokenizer, load_windows
         from .offline import Passes, fit_budgets, thresholds
 
         budgets = set(pending.skip.values()) if isinstance(pending.skip, Mapping) else {pending.skip}
         wanted = [check_budget(b, self.top_k, self.policy.min_active) for b in budgets]
         try:
-            windows = load_windows(model, load_tokenizer(pending.model), pending.text, 1024, pending.tokens)
+            windows = pending.windows(model)
             fits = fit_budgets(Passes(self, model, windows), [b for b in wanted if b > 0])
             self.plan = self.plan.with_thresholds(thresholds(fits, self.policy, windows))
             self.set_skip(pending.skip)
@@ -191,7 +212,8 @@ class ACE:
             skipper.counts.zero_()
 
 
-def _policy(policy: str | Policy, preset: str | None, settings: dict[str, Any]) -> Policy:
+def choose(policy: str | Policy = "ace", preset: str | None = None, **settings: Any) -> Policy:
+    """The policy of a name or a preset, with the settings that are given."""
     if preset is None:
         return make(policy, **settings)
     if preset not in PRESETS:
@@ -201,13 +223,16 @@ def _policy(policy: str | Policy, preset: str | None, settings: dict[str, Any]) 
     return make(PRESETS[preset], **settings)
 
 
-def _check_tables(plan: Plan, policy: Policy) -> None:
-    missing = [name for name in policy.needs if name in plan.undefined]
-    if missing:
-        raise PlanError(
-            f"Policy {policy.name!r} needs the table {missing[0]}, which this model has none of: "
-            f"{plan.undefined[missing[0]]} Policy 'share' needs no table."
-        )
+def check_tables(plan: Plan, policy: Policy, calibrates: bool = False) -> None:
+    """Whether the policy can have its tables: those from weights are made when a model is attached, others need a text."""
+    for name in plan.lacks(policy.needs):
+        if name in plan.undefined:
+            raise PlanError(
+                f"Policy {policy.name!r} needs the table {name}, which this model has none of: {plan.undefined[name]} "
+                "Policy 'share' needs no table."
+            )
+        if name not in TABLES and not calibrates:
+            raise PlanError(missing_table(policy.name, name, policy.calibrated))
 
 
 def _ratio(counts: Tensor) -> float:

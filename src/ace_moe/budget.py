@@ -20,32 +20,44 @@ BINS = 1 << 20  # a power of two: scaling a float by it is exact, so "bin < b" a
 
 
 class Histogram:
-    """Contributions of any number of slots in bounded memory. Protected slots (+∞) count as routed, not as candidates."""
+    """Contributions of any number of slots in bounded memory. Protected slots (+∞) count as routed, not as candidates.
 
-    def __init__(self, device: torch.device | str = "cpu"):
-        self.bins = torch.zeros(BINS + 2, dtype=torch.int64, device=device)  # [0, 1], and one for protected slots
+    Counts grow on the device of the slots and nothing waits for it: values that are no numbers are noticed on reading.
+    """
+
+    def __init__(self) -> None:
+        self.bins = torch.zeros(BINS + 3, dtype=torch.int64)  # [0, 1], one for protected slots, one for NaN
+        self._counts: Tensor | None = None
         self._below: Tensor | None = None
 
     def add(self, protected: Tensor, token_mask: Tensor | None = None) -> None:
         """protected [T, k] with values in [0, 1] or +∞; token_mask [T] is False at padding."""
-        if token_mask is not None:
-            protected = protected[token_mask]
-        if protected.isnan().any():
-            raise CheckpointError(
-                "The model gives gates that are not numbers (NaN). Its weights are damaged or its precision is too low for "
-                "them; download it again, or load it in bfloat16 or float32."
-            )
-        index = torch.where(protected.isinf(), BINS + 1, (protected.clamp(0, 1) * BINS).long()).flatten()
-        self.bins += torch.bincount(index.to(self.bins.device), minlength=BINS + 2)
-        self._below = None
+        index = torch.where(protected.isinf(), BINS + 1, (protected.clamp(0, 1) * BINS).long())
+        index = torch.where(protected.isnan(), BINS + 2, index)
+        real = torch.ones_like(index) if token_mask is None else token_mask.long().unsqueeze(-1).expand_as(index)
+        self.bins = self.bins.to(index.device)
+        self.bins.scatter_add_(0, index.flatten(), real.flatten())
+        self._counts = self._below = None
+
+    def _read(self) -> Tensor:
+        """[BINS + 2] on the CPU: slots in each bin, protected ones last."""
+        if self._counts is None:
+            bins = self.bins.cpu()
+            if bins[-1]:
+                raise CheckpointError(
+                    "The model gives gates that are not numbers (NaN). Its weights are damaged or its precision is too low "
+                    "for them; download it again, or load it in bfloat16 or float32."
+                )
+            self._counts = bins[:-1]
+        return self._counts
 
     @property
     def routed(self) -> int:
-        return int(self.bins.sum())
+        return int(self._read().sum())
 
     @property
     def candidates(self) -> int:
-        return int(self.bins[:-1].sum())
+        return int(self._read()[:-1].sum())
 
     @property
     def limit(self) -> float:
@@ -55,7 +67,8 @@ class Histogram:
     def _cumulative(self) -> Tensor:
         """[BINS + 2]: candidates under each bin edge."""
         if self._below is None:
-            self._below = torch.cat([self.bins.new_zeros(1), self.bins[:-1].cumsum(0)])
+            counts = self._read()
+            self._below = torch.cat([counts.new_zeros(1), counts[:-1].cumsum(0)])
         return self._below
 
     def ratio(self, threshold: float) -> float:

@@ -6,6 +6,7 @@ import json
 import signal
 import subprocess
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,8 @@ def grid(methods: str = "share,ace", budgets: tuple[float, ...] = (0.3, 0.5), ga
 
 @pytest.fixture
 def bench(demo_model: PreTrainedModel, demo_plan: Plan, demo_windows: Windows) -> Bench:
-    return Bench(demo_model, demo_plan, demo_windows)
+    """Four windows of 128 tokens."""
+    return Bench(demo_model, demo_plan, replace(demo_windows, ids=demo_windows.ids[:, :128].contiguous()))
 
 
 # ---- as typed -----------------------------------------------------------------------------------------------------
@@ -171,28 +173,19 @@ def kill_after(count: int, command: list[str], path: Path) -> list[dict[str, Any
 def test_killed_twice_and_finished(tmp_path: Path) -> None:
     """A real process, killed while it measures: finished cells stay to the byte, the rest comes, none twice."""
     path = tmp_path / "results.json"
-    options = [
-        "--methods",
-        "share,gsp,alloc_t",
-        "--budgets",
-        "0.2:0.6:0.2",
-        "--gains",
-        "kept,power",
-        "-o",
-        path,
-        *SMALL,
-    ]
+    grid = ("--methods", "share,gsp,alloc_t", "--budgets", "0.4,0.6", "--gains", "kept,power")
+    options = [*grid, "-o", path, "--text", TEXT, "--tokens", 256, "--window", 128]
     command = [str(a) for a in (ACE, "compare", MODEL, *options)]
     first = kill_after(2, command, path)
-    second = kill_after(len(first) + 3, command, path)
+    second = kill_after(len(first) + 2, command, path)
     assert second[: len(first)] == first
-    assert 2 <= len(first) < len(second) < 18
+    assert 2 <= len(first) < len(second) < 12
     done = run_ace("compare", MODEL, *options, "--json").json
-    assert done["cells"] == 18
+    assert done["cells"] == 12
     cells = cells_of(path)
     assert cells[: len(second)] == second
     keys = [(c["method"], c["gain"], c["budget"]) for c in cells]
-    assert len(set(keys)) == len(keys) == 18
+    assert len(set(keys)) == len(keys) == 12
     leftovers = [p.name for p in tmp_path.iterdir() if p.name != "results.json"]
     assert all(name.startswith(".results.json.") for name in leftovers)  # what a kill inside a write can leave
 

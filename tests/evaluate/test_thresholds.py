@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from ace_moe import ACE
 from ace_moe.demo import MODEL, TEXT
 from ace_moe.errors import BudgetError, TextError
+from ace_moe.evaluate import thresholds
 from ace_moe.evaluate.mapping import Bench
 from ace_moe.evaluate.thresholds import Study, study
 from ace_moe.loading import load_tokenizer, load_windows
@@ -35,11 +36,12 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 @pytest.fixture(scope="module")
 def workloads(demo_model: PreTrainedModel, texts: list[Path]) -> list[Windows]:
-    return [load_windows(demo_model, load_tokenizer(MODEL), path, 128, 512) for path in texts]
+    return [load_windows(demo_model, load_tokenizer(MODEL), path, 128, 256) for path in texts]
 
 
 def setup(model: PreTrainedModel, plan: Plan, windows: Windows, **options: Any) -> Study:
-    return Study(Bench(model, plan, windows), make("share"), options.pop("budgets", (0.3, 0.5)), **options)
+    budgets = options.pop("budgets", (0.3, 0.5))
+    return Study(Bench(model, plan, windows), make("share"), budgets, points=10, **options)
 
 
 def test_thresholds_transfers_and_cost(
@@ -63,6 +65,8 @@ def test_thresholds_transfers_and_cost(
     assert ways["quantile"]["passes"] == 1
     assert ways["quantile, corrected"]["passes"] < ways["binary search"]["passes"]
     assert ways["quantile, corrected"]["worst"] <= 0.001 and ways["binary search"]["worst"] <= 0.001
+    assert ways["frontier walk"]["passes"] <= 10
+    assert all(r >= b for r, b in zip(ways["frontier walk"]["realised"], (0.3, 0.5), strict=True))
     assert all(r["seconds"] > 0 for r in found["cost"])
 
 
@@ -91,8 +95,9 @@ def test_bad_studies(demo_model: PreTrainedModel, demo_plan: Plan, workloads: li
         study(searched, workloads, path, {})
 
 
-def test_the_commands(texts: list[Path], tmp_path: Path) -> None:
+def test_the_commands(texts: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`ace study thresholds` prints three tables, `ace study tables` one."""
+    monkeypatch.setattr(thresholds, "STEEPNESS", 0.1)  # an even grid: the walk is over after few passes
     path = tmp_path / "thresholds.json"
     small = ("--tokens", 256, "--window", 128)
     options = ("--budgets", "0.5", "--policy", "share", "-o", path, "--no-measured", *small)

@@ -6,12 +6,14 @@ import torch.nn.functional as F
 from demo_parts import expert, layer_of, logits_of
 from policy_cases import QUICK
 
-from ace_moe import ACE, Plan
+from ace_moe import ACE, Plan, build_plan
 from ace_moe.checkpoint import MoEModel
+from ace_moe.demo import MODEL, TEXT
 from ace_moe.errors import IntegrationError, PlanError, TextError
 from ace_moe.offline import add_tables, calibrate, prepare
 from ace_moe.policies import POLICIES, make
 from ace_moe.tables import table
+from test_cli import run_ace
 
 CALIBRATED = [name for name in POLICIES if make(name).calibrated]
 
@@ -69,10 +71,8 @@ def test_a_damaged_calibration_is_refused(ready_plan, tmp_path, name, values):
 
 def test_what_is_missing_is_named(demo_model, demo_plan, few_windows):
     """Before any work: the table, and what makes it."""
-    for name, how in (("modes", "calibrate"), ("aimer", "add_tables")):
-        ace = ACE(demo_plan, policy=name)
-        with pytest.raises(PlanError, match=f"needs the table {make(name).needs[0]}.*{how}"):
-            ace.attach(demo_model)
+    with pytest.raises(PlanError, match=r"needs the table modes_alpha.*ace budget MODEL .*--policy modes` calibrates"):
+        ACE(demo_plan, policy="modes")
     with pytest.raises(TextError, match="got none"):
         calibrate(demo_plan, make("modes"), demo_model, None)
     with pytest.raises(PlanError, match="every MoE layer"):
@@ -80,6 +80,39 @@ def test_what_is_missing_is_named(demo_model, demo_plan, few_windows):
     ace = ACE(demo_plan)
     with ace(demo_model), pytest.raises(IntegrationError, match="Detach it"):
         calibrate(demo_plan, make("naee"), demo_model, few_windows)
+
+
+def test_tables_from_weights_are_made_on_attaching(demo_model, demo_plan):
+    """Nothing but the model is needed for them; the plan in use has them, the plan that was given is as it was."""
+    ace = ACE(demo_plan, policy="aimer")
+    with ace(demo_model):
+        assert not ace.plan.lacks(["aimer"])
+    assert demo_plan.lacks(["aimer"]) == ["aimer"]
+
+
+def test_from_pretrained_calibrates_on_its_text(demo_model):
+    """A calibrated policy in one step: tables, calibration on the text's first windows, threshold, realised ratio."""
+    ace = ACE.from_pretrained(MODEL, skip=0.3, text=TEXT, tokens=1024, policy="naee")
+    with ace(demo_model), torch.no_grad():
+        demo_model(torch.arange(64)[None])
+        assert 0.1 < ace.realised < 0.5
+    assert ace.plan.calibrations["naee_median"]["workload"]["tokens"] == 1024
+
+
+def test_budget_command_prepares(tmp_path):
+    """`ace budget` writes what the policy needs into the plan; then `ace run` has it."""
+    path = tmp_path / "plan.safetensors"
+    build_plan(MODEL).save(path)
+    small = ("--text", TEXT, "--tokens", 256, "--window", 128, "--budgets", 0.5, "--no-correct", "--json")
+    for policy, needed in (("naee", "naee_median"), ("rcr:centred=false", "rcr_uncentred")):
+        ran = run_ace("budget", MODEL, "--plan", path, "--policy", policy, *small)
+        assert ran.code == 0, ran.err
+        assert not Plan.load(path).lacks([needed])
+        again = run_ace(
+            "run", MODEL, "--plan", path, "--policy", policy, "--prompt", "The", "--max-new-tokens", 2, "--json"
+        )
+        assert again.code == 0, again.err
+    assert Plan.load(path).calibrations["naee_median"]["workload"]["tokens"] == 256
 
 
 def test_prepare_does_not_do_it_again(ready_plan, demo_model):

@@ -134,9 +134,10 @@ class Page:
     def click(self, selector: str) -> None:
         self.js(f"document.querySelector({json.dumps(selector)}).click()")
 
-    def screenshot(self, path: Path) -> None:
+    def screenshot(self, path: Path, height: int | None = None) -> None:
+        """The whole page, or its first `height` points."""
         size = self._send("Page.getLayoutMetrics")["cssContentSize"]
-        clip = {"x": 0, "y": 0, "width": size["width"], "height": size["height"], "scale": 1}
+        clip = {"x": 0, "y": 0, "width": size["width"], "height": height or size["height"], "scale": 1}
         shot = self._send("Page.captureScreenshot", format="png", captureBeyondViewport=True, clip=clip)
         path.write_bytes(base64.b64decode(shot["data"]))
 

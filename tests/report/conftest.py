@@ -23,17 +23,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def compared(folder: Path) -> Path:
     path = folder / "results.json"
-    options = (
-        "--methods",
-        "share,ace,random,oracle,xshare",
-        "--budgets",
-        "0.3,0.5",
-        "--gains",
-        "kept,power",
-        "-o",
-        path,
-    )
-    ran = run_ace("compare", MODEL, "--text", TEXT, *SMALL, *options)
+    grid = ("--methods", "share,ace,random,oracle,xshare", "--budgets", "0.3,0.5", "--gains", "kept,power")
+    ran = run_ace("compare", MODEL, "--text", TEXT, *SMALL, *grid, "-o", path)
     assert ran.code == 0, ran.err
     return path
 

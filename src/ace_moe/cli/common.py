@@ -18,6 +18,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from ..errors import AceError, BudgetError, brief
+from ..policies import POLICIES
 
 
 class Commands(typer.core.TyperGroup):
@@ -45,7 +46,10 @@ Model = Annotated[str, typer.Argument(help="A checkpoint folder or a hub reposit
 PlanPath = Annotated[Path, typer.Option("--plan", "-p", help="The plan file.", metavar="PLAN")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1 … Default: the GPU if there is one.")]
-PolicyName = Annotated[str, typer.Option(help="The method that decides slots: ace, gsp, rcr, share …")]
+PolicyName = Annotated[
+    str,
+    typer.Option(help=f"The method that decides slots, settings after colons (ace:fusion=min): {', '.join(POLICIES)}."),
+]
 Preset = Annotated[str | None, typer.Option(help="paper: the paper's method, unchanged.")]
 GainName = Annotated[str | None, typer.Option(help="How kept gates are rescaled: power, kept, none.")]
 MinActive = Annotated[int | None, typer.Option(help="Experts that always run for a token.")]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import time
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -31,6 +30,7 @@ from .common import (
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from ..evaluate.mapping import Bench
     from ..plan import Plan
     from ..text import Windows
 
@@ -87,7 +87,7 @@ def compare(
         note(notice)
     bench, start = Bench(loaded, _plan(plan, model), windows, batch, learned), time.perf_counter()
     with progress("cells", len(list(grid))) as tick:
-        results = measure(bench, grid, output, _facts(model, loaded, windows), tick)
+        results = measure(bench, grid, output, _facts(bench, model), tick)
     if as_json:
         return print_json({"out": str(output), "cells": len(results["cells"]), "refused": results["refused"]})
     show.print_compare(out, results, rival)
@@ -123,22 +123,10 @@ def _plan(path: Path | None, model: str) -> Plan:
         return build_plan(moe, tick=tick)
 
 
-def _facts(model: str, loaded: PreTrainedModel, windows: Windows) -> dict[str, Any]:
-    """What a reader of the results needs to know about the run."""
-    import torch
-    import transformers
+def _facts(bench: Bench, model: str) -> dict[str, Any]:
+    from ..evaluate.mapping import facts
 
-    from ..version import __version__
-
-    return {
-        "model": {"name": Path(model).name, "architecture": type(loaded).__name__},
-        "workload": {**asdict(windows.workload), "windows": windows.ids.shape[0], "window": windows.ids.shape[1]},
-        "environment": {
-            **{"ace_moe": __version__, "torch": torch.__version__, "transformers": transformers.__version__},
-            **{"device": loaded.device.type, "threads": torch.get_num_threads()},
-        },
-        "command": " ".join(["ace", *sys.argv[1:]]),
-    }
+    return facts(bench, Path(model).name, " ".join(["ace", *sys.argv[1:]]))
 
 
 @app.command(epilog="Example: ace report results.json -o report.html")
@@ -198,11 +186,10 @@ def study_thresholds(
     made = make(**settings(policy, None, gain, None, None))
     loaded, tokenizer = _load(model, device)
     workloads = [_windows(loaded, tokenizer, path, window, tokens) for path in text]
-    setup = thresholds.Study(
-        Bench(loaded, _plan(plan, model), workloads[0], batch), made, tuple(parse_budgets(budgets)), measured
-    )
+    bench = Bench(loaded, _plan(plan, model), workloads[0], batch)
+    setup = thresholds.Study(bench, made, tuple(parse_budgets(budgets)), measured)
     with progress("workloads", len(workloads) + 1) as tick:
-        found = thresholds.study(setup, workloads, output, _facts(model, loaded, workloads[0]), tick)
+        found = thresholds.study(setup, workloads, output, _facts(bench, model), tick)
     if as_json:
         return print_json({"out": str(output), **{k: found[k] for k in ("workloads", "transfers", "cost")}})
     show.print_thresholds(out, found)

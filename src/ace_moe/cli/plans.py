@@ -85,23 +85,28 @@ def budget(
     device: Device = None,
     as_json: AsJson = False,
 ) -> None:
-    """Map budgets to thresholds with one pass over a text, correct them, and write them into the plan."""
-    from ..ace import ACE
+    """Map budgets to thresholds with one pass over a text, correct them, and write them into the plan.
+
+    What the policy needs beside, further tables or a calibration on the text's first windows, goes into the plan too.
+    """
+    from ..ace import ACE, check_tables, choose
     from ..budget import check_budget
+    from ..checkpoint import MoEModel
     from ..loading import load_model, load_tokenizer, load_windows
-    from ..offline import Passes, fit_budgets, thresholds
+    from ..offline import Passes, calibration_part, fit_budgets, prepare, thresholds
     from ..plan import Plan
     from ..text import check_sizes, read_text
 
-    ace = ACE(
-        Plan.load(plan), allow_other_weights=allow_other_weights, **settings(policy, preset, gain, min_active, min_mass)
-    )
-    wanted = [check_budget(b, ace.top_k, ace.policy.min_active) for b in parse_budgets(budgets)]
+    had, made = Plan.load(plan), choose(**settings(policy, preset, gain, min_active, min_mass))
+    check_tables(had, made, calibrates=True)
+    wanted = [check_budget(b, had.top_k, made.min_active) for b in parse_budgets(budgets)]
     show.check_writable(plan)
     check_sizes(window, tokens, batch)
     read_text(text)  # a text that cannot serve is reported before gigabytes are loaded
     tokenizer, loaded = load_tokenizer(model), load_model(model, device)
     windows = load_windows(loaded, tokenizer, text, window, tokens)
+    had = had.check_model(MoEModel.of(loaded).fingerprint(), allow_other_weights)
+    ace = ACE(prepare(had, made, loaded, calibration_part(windows)), policy=made)
     with ace(loaded), progress("windows", None) as tick:
         passes = Passes(ace, loaded, windows, batch, tick)
         fits = fit_budgets(passes, wanted, correct=correct and preset != "paper")

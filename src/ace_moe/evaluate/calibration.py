@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel
 
 from ..loading import load_windows
+from ..offline import CALIBRATED_ON, calibration_part
 from ..text import Windows
-
-MOST = 8  # windows; the cited methods use few samples, and some take a pass for every layer or expert
 
 
 def calibration_windows(
@@ -21,12 +18,11 @@ def calibration_windows(
     """Windows of the given text, else of what follows the measured tokens; and a notice if there is nothing else."""
     count, window = measured.ids.shape
     if given is not None:
-        return load_windows(model, tokenizer, given, window, MOST * window), None
-    rest = load_windows(model, tokenizer, text, window, (count + MOST) * window).ids[count:]
+        return load_windows(model, tokenizer, given, window, CALIBRATED_ON * window), None
+    rest = load_windows(model, tokenizer, text, window, (count + CALIBRATED_ON) * window).ids[count:]
     if not len(rest):
         return measured, (
             f"{text.name} ends with the measured tokens, so methods that need a text are calibrated on what they are "
             "measured on and look better than they are. Give another text with --calibration."
         )
-    digest = hashlib.sha256(rest.contiguous().numpy().tobytes()).hexdigest()
-    return Windows(rest, replace(measured.workload, sha256=digest, tokens=rest.numel())), None
+    return calibration_part(Windows(rest, measured.workload)), None

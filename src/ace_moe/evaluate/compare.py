@@ -19,7 +19,7 @@ from ..offline import add_tables, prepare
 from ..plan import Plan, missing_table
 from ..policies import POLICIES, Policy
 from .grid import Grid, Key, parse_method
-from .mapping import Bench, Outcome, Recorder, by_quantile, dense_pass, fit
+from .mapping import Bench, Near, Outcome, Recorder, by_quantile, dense_pass, fit
 from .oracle import by_expert, table_correlation
 from .perplexity import Score
 from .statistics import perplexity_change, perplexity_interval
@@ -32,7 +32,8 @@ T = TypeVar("T")
 
 def compare(bench: Bench, grid: Grid, path: Path, facts: Results, done: Callable[[], None] = lambda: None) -> Results:
     """Measure every cell that is not in the file yet. `facts` are written beside the numbers; `done` follows each cell."""
-    results = open_results(path, KIND, identity(bench, grid)) | facts
+    results = open_results(path, KIND, identity(bench, grid))
+    results |= {**facts, "command": commands(results.get("command"), facts.get("command", ""))}
     results.setdefault("cells", [])
     finished = {Key(c["method"], c["gain"], c["budget"]) for c in results["cells"]}
     missing = [key for key in grid if key not in finished]
@@ -40,11 +41,16 @@ def compare(bench: Bench, grid: Grid, path: Path, facts: Results, done: Callable
         done()
     results["grid"] = merged_grid(results.get("grid"), grid)
     results["references"] = [m for m in results["grid"]["methods"] if is_reference(m)]
-    results["refused"] = {}
+    results["refused"] = {m: why for m, why in results.get("refused", {}).items() if m not in grid.methods}
     if missing or "dense" not in results:
         Run(bench, grid, path, results, done).all(missing)
     write_json(path, results)
     return results
+
+
+def commands(before: str | None, now: str) -> str:
+    """What made the file: a run that adds to it is named behind the earlier ones."""
+    return now if before is None else before if now in before.split(" && ") else f"{before} && {now}"
 
 
 def is_reference(method: str) -> bool:
@@ -62,6 +68,7 @@ def identity(bench: Bench, grid: Grid) -> Results:
         "text": workload.sha256,
         "calibration": bench.calibration.workload.sha256 if bench.calibration else None,
         "window": bench.windows.ids.shape[1],
+        "batch": bench.batch,  # changes rounding, and what methods that decide by batch see
         "safeguards": grid.safeguards,
         "correct": grid.correct,
     }
@@ -112,7 +119,7 @@ class Run:
             return None
 
     def _dense(self, plan: Plan, policies: Mapping[str, Policy]) -> dict[str, Histogram]:
-        attachable = {m: p for m, p in policies.items() if self._tried(m, _attachable, plan, p) is not None}
+        attachable = {m: p for m, p in policies.items() if self._tried(m, self._attachable, plan, p) is not None}
         voices = {m: p for m, p in attachable.items() if by_quantile(p)}
         if not voices and "dense" in self.results:
             return {}
@@ -135,7 +142,7 @@ class Run:
     def _method(self, method: str, plan: Plan, missing: Sequence[Key], dense: Histogram | None) -> None:
         keys = [key for key in missing if key.method == method]
         for gain in dict.fromkeys(key.gain for key in keys):
-            ace = self._tried(method, lambda g: _attachable(plan, self.grid.policy(method, g)), gain)
+            ace = self._tried(method, lambda g: self._attachable(plan, self.grid.policy(method, g)), gain)
             if ace is None:
                 continue
             with ace(self.bench.model):
@@ -174,17 +181,16 @@ class Run:
             **({"experts": outcome.experts} if detail else {}),
         }
 
-    def _near(self, key: Key) -> float | None:
-        """τ of the same method and budget under another gain: gains move hidden states, and with them the ratio, little."""
+    def _attachable(self, plan: Plan, policy: Policy) -> ACE:
+        if lacking := plan.lacks(policy.needs):
+            raise PlanError(missing_table(policy.name, lacking[0], policy.calibrated))
+        return self.bench.attachable(policy, plan)
+
+    def _near(self, key: Key) -> Near | None:
+        """What the same method and budget had under another gain: gains move hidden states, and with them ratios, little."""
         cells = self.results["cells"]
         same = [c for c in cells if (c["method"], c["budget"]) == (key.method, key.budget)]
-        return same[-1]["threshold"] if same else None
-
-
-def _attachable(plan: Plan, policy: Policy) -> ACE:
-    if lacking := plan.lacks(policy.needs):
-        raise PlanError(missing_table(policy.name, lacking[0], policy.calibrated))
-    return ACE(plan, policy=policy)
+        return Near(same[-1]["threshold"], same[-1]["realised"]) if same else None
 
 
 def _measured(score: Score) -> Results:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ..errors import BudgetError
 from ..policies import POLICIES, PRESETS, Policy, make
+from ..policies import parse as parse_method
 from ..rule import GAINS
 
 CITED = "cited"  # each method with the gain of its own paper
@@ -72,17 +72,3 @@ def parse_gains(text: str) -> tuple[str, ...]:
     if wrong or not gains:
         raise BudgetError(f"gains are some of {', '.join(GAINS)} and {CITED} (each method's own), not {text!r}.")
     return gains
-
-
-def parse_method(method: str) -> tuple[str, dict[str, Any]]:
-    """ "ace:fusion=min:min_active=2" → ("ace", {"fusion": "min", "min_active": 2}); a variant's colon stays in its name."""
-    parts = method.split(":")
-    pairs = [part.partition("=") for part in parts if "=" in part]
-    return ":".join(part for part in parts if "=" not in part), {k: _value(v) for k, _, v in pairs}
-
-
-def _value(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
-from typing import Any, TypeGuard
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
+import transformers
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -20,9 +21,11 @@ from ..plan import Plan
 from ..policies import Decision, Policy, Routing, TokenPolicy
 from ..skipper import Skipper, Step
 from ..text import Windows
+from ..version import __version__
 from .perplexity import Score, score
 
 NEAR = 1e-3  # a tenth of a point of realised ratio
+STEADY = 1e-4  # a ratio that moved by less has not moved
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,25 @@ class Bench:
     batch: int = 1
     calibration: Windows | None = None  # text for the policies that need one
     tick: Callable[[], None] = lambda: None
+
+    def attachable(self, policy: Policy, plan: Plan | None = None) -> ACE:
+        """The policy on the torch path: kernels know a few policies only, and rounding would differ between methods."""
+        return ACE(plan or self.plan, policy=policy, dispatch="torch")
+
+
+def facts(bench: Bench, name: str, command: str) -> dict[str, Any]:
+    """What a reader of the results needs to know about the run."""
+    device, (count, window) = bench.model.device, bench.windows.ids.shape
+    card = {"card": torch.cuda.get_device_name(device)} if device.type == "cuda" else {}
+    return {
+        "model": {"name": name, "architecture": type(bench.model).__name__},
+        "workload": {**asdict(bench.windows.workload), "windows": count, "window": window},
+        "environment": {
+            **{"ace_moe": __version__, "torch": torch.__version__, "transformers": transformers.__version__},
+            **{"device": device.type, **card, "threads": torch.get_num_threads()},
+        },
+        "command": command,
+    }
 
 
 # ---- one dense pass for all ---------------------------------------------------------------------------------------
@@ -126,13 +148,15 @@ def by_quantile(policy: Policy) -> TypeGuard[TokenPolicy]:
 
 
 def _count_experts(skipper: Skipper, stack: ExitStack) -> list[Tensor]:
-    """Routed and executed slots by expert of each call, [2, E + 1]; filled while the stack is open."""
+    """Routed and executed slots by expert, one [2, E + 1]; grows while the stack is open, without a host sync."""
     counted: list[Tensor] = []
 
     def hook(module: Skipper, args: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         ids, sentinel = args[1], args[3]
-        both = [torch.bincount(x.flatten(), minlength=sentinel + 1) for x in (ids, output[0])]
-        counted.append(torch.stack(both).cpu())
+        if not counted:
+            counted.append(torch.zeros(2, sentinel + 1, dtype=torch.int64, device=ids.device))
+        both = torch.stack([ids, output[0]]).flatten(1).long()
+        counted[0].scatter_add_(1, both, torch.ones_like(both))
 
     stack.callback(skipper.register_forward_hook(hook).remove)
     return counted
@@ -140,17 +164,27 @@ def _count_experts(skipper: Skipper, stack: ExitStack) -> list[Tensor]:
 
 def _by_expert(counted: Sequence[Tensor]) -> list[float | None]:
     """Realised ratio of each expert's slots; None where no slot was routed. Re-routed slots can make it negative."""
-    routed, executed = torch.stack(list(counted)).sum(0)[:, :-1].tolist()
+    routed, executed = counted[0][:, :-1].tolist()
     return [round(1 - done / all_, 4) if all_ else None for all_, done in zip(routed, executed, strict=True)]
 
 
 # ---- budgets ------------------------------------------------------------------------------------------------------
 
 
+class Near(NamedTuple):
+    """A threshold and the ratio it realised."""
+
+    threshold: float
+    realised: float
+
+
 def fit(
-    passes: Recorder, budget: float, dense: Histogram | None, near: float | None = None, correct: bool = True
+    passes: Recorder, budget: float, dense: Histogram | None, near: Near | None = None, correct: bool = True
 ) -> Fit:
-    """τ for one budget under the attached policy; `near` is a τ that met the budget under another gain."""
-    if near is not None and correct and abs(passes.outcome(near).realised - budget) <= NEAR:
-        return Fit(budget, near, passes.outcome(near).realised, 1, corrected=True)
+    """τ for one budget under the attached policy; `near` is what was found for it under another gain."""
+    if near is not None and correct:
+        realised = passes.outcome(near.threshold).realised
+        # some policies only know steps: then the other gain's miss was the least there is
+        if abs(realised - budget) <= max(NEAR, abs(near.realised - budget) + STEADY):
+            return Fit(budget, near.threshold, realised, 1, corrected=True)
     return fit_budgets(passes, [budget], correct=correct, dense=dense)[0]

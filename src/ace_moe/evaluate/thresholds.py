@@ -1,12 +1,14 @@
 """Do thresholds travel, and what does finding them cost?
 
 Stability: each workload's own τ for every budget, and the ratio a τ realises when it is carried to another workload.
-Cost: quantile mapping (one dense pass for all budgets, then correction) against binary search, in passes and seconds.
+Cost: quantile mapping (one dense pass for all budgets, then correction) against binary search and the walk over a grid of
+thresholds that MoDES' frontier search is with one kind of token; in passes and seconds.
 Results go into one JSON file that a later run continues.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -25,6 +27,7 @@ from .store import open_results, write_json
 
 KIND = "study thresholds"
 TOLERANCE = 1e-3  # a tenth of a point of realised ratio, for every way of mapping
+POINTS, STEEPNESS, LARGEST = 100, 10.0, 0.71  # MoDES' grid for text: thresholds from 0 to 0.71, exponentially spaced
 Results = dict[str, Any]
 
 
@@ -36,6 +39,7 @@ class Study:
     policy: Policy
     budgets: tuple[float, ...]
     measured: bool = True
+    points: int = POINTS  # of the grid a frontier search walks
 
     def identity(self, workloads: Sequence[Windows]) -> Results:
         return {
@@ -86,7 +90,7 @@ def _workload(
     todo = [b for b in setup.budgets if not _found(results["workloads"], workload=name, budget=b)]
     if not todo:
         return
-    ace = ACE(setup.bench.plan, policy=setup.policy)
+    ace = setup.bench.attachable(setup.policy)
     with ace(setup.bench.model):
         runs = {w.workload.name: Recorder(ace, replace(setup.bench, windows=w)) for w in workloads}
         seen = {other: run(0.0) for other, run in runs.items()} if not setup.measured else {name: runs[name](0.0)}
@@ -126,8 +130,9 @@ def cost(setup: Study, windows: Windows) -> list[Results]:
         "quantile": lambda run: _quantile(run, setup.budgets, correct=False),
         "quantile, corrected": lambda run: _quantile(run, setup.budgets, correct=True),
         "binary search": lambda run: [budgets.search(run, b, TOLERANCE).threshold for b in setup.budgets],
+        "frontier walk": lambda run: _walk(run, setup.budgets, setup.points),
     }
-    ace = ACE(setup.bench.plan, policy=setup.policy)
+    ace = setup.bench.attachable(setup.policy)
     with ace(setup.bench.model):
         return [
             _timed(name, way, ace, replace(setup.bench, windows=windows), setup.budgets) for name, way in ways.items()
@@ -137,6 +142,17 @@ def cost(setup: Study, windows: Windows) -> list[Results]:
 def _quantile(run: Recorder, wanted: Sequence[float], correct: bool) -> list[float]:
     fits = budgets.map_budgets(run(0.0), wanted)
     return [budgets.correct(run, f, TOLERANCE).threshold if correct else f.threshold for f in fits]
+
+
+def _walk(run: Recorder, wanted: Sequence[float], points: int) -> list[float]:
+    """Up the grid, a pass at each threshold, until the largest budget is met: the first that meets each budget."""
+    met: list[tuple[float, float]] = []
+    for i in range(1, points + 1):
+        tau = LARGEST * math.expm1(STEEPNESS * i / points) / math.expm1(STEEPNESS)
+        met.append((tau, run.outcome(tau).realised))
+        if met[-1][1] >= max(wanted):
+            break
+    return [next((tau for tau, realised in met if realised >= budget), met[-1][0]) for budget in wanted]
 
 
 def _timed(

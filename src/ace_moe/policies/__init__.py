@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from ..errors import BudgetError
@@ -37,10 +38,26 @@ POLICIES: dict[str, type[Policy]] = {cls.name: cls for cls in ALL}
 PRESETS: dict[str, Policy] = {"paper": Ace(fusion="max", gain="kept", min_active=1, min_mass=0.0)}
 
 
+def parse(text: str) -> tuple[str, dict[str, Any]]:
+    """ "ace:fusion=min:min_active=2" → ("ace", {"fusion": "min", "min_active": 2}); a variant's colon stays in its name."""
+    parts = text.split(":")
+    pairs = [part.partition("=") for part in parts if "=" in part]
+    return ":".join(part for part in parts if "=" not in part), {k: _value(v) for k, _, v in pairs}
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
 def make(policy: str | Policy = "ace", **settings: Any) -> Policy:
-    """A policy by name or an instance, with the settings that are given."""
+    """A policy by name, with settings after colons if you like, or an instance; with the settings that are given."""
     if isinstance(policy, Policy):
         return make(policy.name, **{**policy.own_settings, **settings})
+    policy, written = parse(str(policy))
+    settings = {**written, **settings}
     if policy not in POLICIES:
         raise BudgetError(f"There is no policy {policy!r}. Choose one of: {', '.join(POLICIES)}.")
     cls = POLICIES[policy]
@@ -65,4 +82,5 @@ __all__ = [
     "Tables",
     "TokenPolicy",
     "make",
+    "parse",
 ]

@@ -6,11 +6,11 @@ function drawCompare(results) {
   const cell = (method, gain, budget) => at.get(`${method}|${gain}|${budget}`);
   const used = methods.filter((method) => results.cells.some((c) => c.method === method));
   const middle = budgets.reduce((a, b) => (Math.abs(b - 0.5) < Math.abs(a - 0.5) ? b : a));
-  const last = gains[gains.length - 1];
-  const ranked = [...used].sort((a, b) => (cell(a, last, middle)?.perplexity ?? 1e9) - (cell(b, last, middle)?.perplexity ?? 1e9));
+  const start = gains.includes("power") ? "power" : gains[gains.length - 1]; // the default gain
+  const ranked = [...used].sort((a, b) => (cell(a, start, middle)?.perplexity ?? 1e9) - (cell(b, start, middle)?.perplexity ?? 1e9));
   const index = (method) => ranked.indexOf(method); // colours go to the best first: those are looked at
   const best = ranked.slice(0, 6).concat(["ace", "share"].filter((m) => index(m) >= 6));
-  const state = { gain: last, measure: "change", shows: "perplexity", budget: middle, shown: new Set(best) };
+  const state = { gain: start, measure: "change", shows: "perplexity", budget: middle, shown: new Set(best) };
 
   cards();
   section("quality", "Quality against budget",

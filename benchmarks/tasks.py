@@ -1,0 +1,135 @@
+"""lm-eval and EvalScope on local questions: their own model, ours at threshold 0 (the same to the last digit), ours at 50 %.
+
+    python benchmarks/tasks.py lab-moe --text wiki103.valid.txt --data tasks --limit 400 --out benchmarks/results/tasks_lab.json
+
+Needs `pip install 'ace-moe[eval]'`. One row for each harness and task; a later run adds the rows that are missing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from ace_moe import ACE, build_plan
+from ace_moe.evaluate.statistics import mean_difference, mean_interval
+from ace_moe.evaluate.tasks import TASKS, find_file, read_rows
+from ace_moe.loading import load_model, load_tokenizer, load_windows
+from ace_moe.offline import Passes, fit_budgets, thresholds
+
+NAMES = ("arc_easy", "piqa", "lambada")
+SKIP = 0.5
+Answers = tuple[list[float], Any]  # one number a question, and all the harness wrote down
+
+
+def make_plan(options: argparse.Namespace, path: Path) -> None:
+    """Tables, and the threshold for 50 % on a text that is none of the tasks."""
+    model = load_model(options.model, "cpu")
+    windows = load_windows(model, load_tokenizer(options.model), options.text, 1024, options.tokens)
+    ace = ACE(build_plan(options.model))
+    with ace(model):
+        fits = fit_budgets(Passes(ace, model, windows), [SKIP])
+    ace.plan.with_thresholds(thresholds(fits, ace.policy, windows)).save(path)
+
+
+def of_lm_eval(options: argparse.Namespace, plan: Path) -> tuple[Any, Any, Callable[..., Answers]]:
+    """(their model's harness, ours, how one of them is asked)."""
+    from lm_eval.models.huggingface import HFLM
+
+    from ace_moe.integrations.lm_eval import AceLM, LmEval
+
+    where = {"device": "cpu", "batch_size": options.batch}
+    stock, ours = HFLM(options.model, **where), AceLM(options.model, plan=str(plan), **where)
+
+    def ask(harness: LmEval, name: str, rows: Any) -> Answers:
+        found = harness.results(name, rows, None)
+        samples = found["samples"][name]
+        return [float(s["acc"]) for s in samples], [found["results"], [s["resps"] for s in samples]]
+
+    return LmEval(stock), LmEval(ours), ask
+
+
+def of_evalscope(options: argparse.Namespace, plan: Path) -> tuple[Any, Any, Callable[..., Answers]]:
+    from evalscope.models.modelscope import ModelScopeAPI
+
+    from ace_moe.integrations.evalscope import AceAPI, EvalScope
+
+    where = {"device_map": "cpu", "precision": "bfloat16"}
+    stock, ours = ModelScopeAPI(options.model, **where), AceAPI(options.model, plan=str(plan), **where)
+
+    def ask(harness: EvalScope, name: str, rows: Any) -> Answers:
+        scores = [r["sample_score"]["score"] for r in harness.reviews(name, rows, None)]
+        return [float(s["value"][s["main_score_name"]]) for s in scores], scores
+
+    return *(EvalScope(model, options.cap, options.batch) for model in (stock, ours)), ask
+
+
+HARNESSES = {"lm-eval": (of_lm_eval, "lm_eval"), "evalscope": (of_evalscope, "evalscope")}
+
+
+def measure(name: str, rows: list[Any], stock: Any, ours: Any, ask: Callable[..., Answers]) -> dict[str, Any]:
+    start = time.perf_counter()
+    theirs, their_record = ask(stock, name, rows)
+    ours.set_skip(0.0)
+    unskipped, our_record = ask(ours, name, rows)
+    ours.set_skip(SKIP)
+    skipped, _ = ask(ours, name, rows)
+    change, interval = mean_difference(skipped, unskipped), mean_interval(skipped)
+    return {
+        **{"task": name, "questions": len(rows), "stock": sum(theirs) / len(theirs)},
+        **{"at_0": sum(unskipped) / len(unskipped), "same_to_the_last_digit": their_record == our_record},
+        **{"at_50": interval.value, "interval": [interval.low, interval.high], "realised": ours.realised},
+        **{"change": [change.value, change.low, change.high], "seconds": round(time.perf_counter() - start, 1)},
+    }
+
+
+def run(harness: str, plan: Path, options: argparse.Namespace) -> None:
+    """Every task through one harness; the file is written after each."""
+    found = json.loads(options.out.read_text()) if options.out.exists() else {"rows": []}
+    build, package = HARNESSES[harness]
+    stock, ours, ask = build(options, plan)
+    for name in NAMES:
+        if any((row["harness"], row["task"]) == (harness, name) for row in found["rows"]):
+            continue
+        rows = read_rows(TASKS[name], find_file(TASKS[name], options.data))[: options.limit]
+        row = {"harness": harness, "version": version(package), **measure(name, rows, stock, ours, ask)}
+        print(row, flush=True)
+        found = {"command": command(options), "rows": [*found["rows"], row]}
+        options.out.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def command(options: argparse.Namespace) -> str:
+    """As a reader would type it: files by their names."""
+    files = f"{Path(options.model).name} --text {options.text.name} --data {options.data.name}"
+    sizes = " ".join(f"--{name} {getattr(options, name)}" for name in ("tokens", "limit", "batch", "cap"))
+    return f"python benchmarks/tasks.py {files} {sizes} --harness {' '.join(options.harness)}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("--text", type=Path, required=True, help="text the threshold is mapped on")
+    parser.add_argument(
+        "--data", type=Path, required=True, help="folder with arc_easy.jsonl, piqa.jsonl, lambada.jsonl"
+    )
+    parser.add_argument("--tokens", type=int, default=16384)
+    parser.add_argument("--limit", type=int, default=400, help="questions of each task")
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--cap", type=int, default=8, help="generated tokens (EvalScope)")
+    parser.add_argument("--harness", nargs="+", choices=list(HARNESSES), default=list(HARNESSES))
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        plan = Path(folder) / "plan.safetensors"
+        make_plan(options, plan)
+        for harness in options.harness:
+            run(harness, plan, options)
+
+
+if __name__ == "__main__":
+    main()
