@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from .errors import PlanError, brief, expand
+from .files import replace_whole
 from .plan_entries import expect
 
 SCHEMA = 1
@@ -34,27 +34,13 @@ def write(path: str | Path, tables: Tables, metadata: Mapping[str, Any]) -> Path
     }
     data = save(tensors, metadata={"ace": json.dumps({"schema": SCHEMA, **metadata})})
     try:
-        _replace(path, data)
+        replace_whole(path, data)
     except OSError as error:
         raise PlanError(
             f"The plan could not be written to {path} ({error.strerror or brief(error)}). Nothing was changed there; "
             "choose another place, or free space and run again."
         ) from error
     return path
-
-
-def _replace(path: Path, data: bytes) -> None:
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
 
 
 # ---- reading ------------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import typer
 
 from .. import show
 from ..errors import BudgetError
+from ..files import replace_whole
 from .common import AsJson, Device, app, note, out, parse_budgets, print_json
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ def bench(
     def say(row: Row) -> None:
         found.append(row)
         if output is not None:
-            output.write_text(json.dumps(result(command, found, ceiling), indent=1) + "\n")
+            replace_whole(output, (json.dumps(result(command, found, ceiling), indent=1) + "\n").encode())
         if not as_json:
             out.print(_line(row), highlight=False)
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from ..errors import AceError, brief, expand
+from ..files import replace_whole
 
 SCHEMA = 1
 
@@ -19,21 +18,11 @@ class ResultError(AceError):
 
 
 def write_json(path: str | Path, value: Mapping[str, Any]) -> None:
-    """Write beside the target, flush, move over it in one step: a kill leaves the old file or the new one."""
+    """The file whole, or what was there before."""
     path = expand(path)
     text = json.dumps(value, separators=(",", ":"), allow_nan=False)
     try:
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-            os.chmod(temporary, 0o644)
-            os.replace(temporary, path)
-        except BaseException:
-            Path(temporary).unlink(missing_ok=True)
-            raise
+        replace_whole(path, text.encode())
     except OSError as error:
         raise ResultError(
             f"The results could not be written to {path} ({error.strerror or brief(error)}). What was there is unchanged; "
