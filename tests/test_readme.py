@@ -80,6 +80,12 @@ def test_layer_claims_hold():
     assert f"rule alone takes {min(rule):.1f}–{max(rule):.1f} µs, routing and rule together {together:.1f} µs" in flat()
 
 
+def test_cpu_claims_hold():
+    rows = [r for r in stored("latency_cpu.json")["rows"] if r["path"] == "ace"]
+    speed = [f"{a['wall_ms'] / b['wall_ms']:.2f}×" for a, b in zip(rows[::2], rows[1::2], strict=True)]
+    assert f"{speed[0]} (8 × 256 tokens) and {speed[1]} (2 × 1,024)" in flat()
+
+
 def flat() -> str:
     """The README without its line breaks."""
     return " ".join(README.split())
