@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -52,7 +53,7 @@ def bench(
     loaded = _model(model, shape, layers, device)
     ceiling = read_rate(loaded.device)
     found: list[Row] = []
-    command = " ".join(["ace", *sys.argv[1:]])
+    command = shlex.join(["ace", *sys.argv[1:]])
 
     def say(row: Row) -> None:
         found.append(row)

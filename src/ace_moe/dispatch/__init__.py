@@ -106,6 +106,8 @@ def _try(module: nn.Module, policy: Policy, device: torch.device) -> FastPath | 
     layout = Layout.of(module)
     if isinstance(layout, str):
         return layout
+    if layout.block and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
+        return "this GPU has no FP8"
     hidden = module.down_proj.shape[2 if layout.transposed else 1]  # type: ignore[index]
     return FastPath(layout, policy, arrivals(FEW, int(hidden), device))
 

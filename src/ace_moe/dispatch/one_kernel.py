@@ -63,15 +63,34 @@ def one_up(
 
 
 @triton.jit
+def _columns(rows, start, there, m, w_col, BK: tl.constexpr, EVEN: tl.constexpr):
+    """Weights [KP, BN, BK] of columns start …, on their way from memory."""
+    k = start + tl.arange(0, BK)
+    mask = there if EVEN else there & (k < m)[None, None, :]
+    return tl.load(rows + k[None, None, :] * w_col, mask=mask, other=0.0, eviction_policy="evict_first")
+
+
+@triton.jit
+def _weigh(tile, h_rows, factors, start, kept, inside, m, s_col, BK: tl.constexpr, QK: tl.constexpr):
+    """tile [KP, BN, BK] times the slots' h: [KP, BN] in fp32. With factors BK = QK: one for the tile's rows."""
+    k = start + tl.arange(0, BK)
+    v = tl.load(h_rows[:, None] + k[None, :], mask=kept[:, None] & (k < m)[None, :], other=0.0)
+    added = tl.sum(tile.to(tl.float32) * v.to(tl.float32)[:, None, :], 2)
+    if QK > 0:
+        added *= tl.load(factors + (start // QK) * s_col, mask=inside, other=0.0).to(tl.float32)
+    return added
+
+
+@triton.jit
 def one_down(
     h, ids, gates, w, s, b, y, E, d, m, w_expert, w_row, w_col, s_expert, s_row, s_col,
     TOP_K: tl.constexpr, KP: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr, BIAS: tl.constexpr,
-    QN: tl.constexpr, QK: tl.constexpr, EARLY: tl.constexpr,
+    QN: tl.constexpr, QK: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """y [T, d] ← Σ over a token's kept slots of gate · (h W_downᵀ). Grid (tiles of d, T).
 
-    All slots are one tile [KP, BN, BK]. With EARLY the kernel starts while the up product still runs: it fetches its
-    weights, which nobody is writing, and only then waits for h.
+    All slots are one tile [KP, BN, BK]. With EARLY the kernel starts while the up product still runs: it fetches AHEAD
+    tiles of its weights, which nobody is writing, and only then waits for h.
     """
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
@@ -80,24 +99,29 @@ def one_down(
     j = tl.arange(0, KP)
     e = tl.load(ids + t * TOP_K + j, mask=j < TOP_K, other=-1)
     kept = (e >= 0) & (e < E)
+    inside = kept[:, None] & (n < d)[None, :]
     expert = tl.where(kept, e, 0).to(tl.int64)
     rows = w + expert[:, None, None] * w_expert + n[None, :, None] * w_row
-    there = kept[:, None, None] & (n < d)[None, :, None]
-    part = tl.zeros((KP, BN), tl.float32)
-    for start in range(0, m, BK):
-        k = start + tl.arange(0, BK)
-        mask = there if EVEN else there & (k < m)[None, None, :]
-        tile = tl.load(rows + k[None, None, :] * w_col, mask=mask, other=0.0, eviction_policy="evict_first")
-        if EARLY:
-            tl.extra.cuda.gdc_wait()
-        v = tl.load(h + (t * TOP_K + j)[:, None] * m + k[None, :], mask=kept[:, None] & (k < m)[None, :], other=0.0)
-        added = tl.sum(tile.to(tl.float32) * v.to(tl.float32)[:, None, :], 2)
-        if QK > 0:  # BK = QK: one factor for the tile's rows
-            factor = s + expert[:, None] * s_expert + (n // QN)[None, :] * s_row + (start // QK) * s_col
-            added *= tl.load(factor, mask=kept[:, None] & (n < d)[None, :], other=0.0).to(tl.float32)
-        part += added
+    there = inside[:, :, None]
+    h_rows = h + (t * TOP_K + j) * m
+    factors = s + expert[:, None] * s_expert + (n // QN)[None, :] * s_row
+    first = _columns(rows, 0, there, m, w_col, BK, EVEN)
+    if AHEAD > 1:
+        second = _columns(rows, BK, there, m, w_col, BK, EVEN)
+    if AHEAD > 2:
+        third = _columns(rows, 2 * BK, there, m, w_col, BK, EVEN)
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+    part = _weigh(first, h_rows, factors, 0, kept, inside, m, s_col, BK, QK)
+    if AHEAD > 1:
+        part += _weigh(second, h_rows, factors, BK, kept, inside, m, s_col, BK, QK)
+    if AHEAD > 2:
+        part += _weigh(third, h_rows, factors, 2 * BK, kept, inside, m, s_col, BK, QK)
+    for start in range(AHEAD * BK, m, BK):
+        tile = _columns(rows, start, there, m, w_col, BK, EVEN)
+        part += _weigh(tile, h_rows, factors, start, kept, inside, m, s_col, BK, QK)
     if BIAS:
         bias = b + tl.where(kept, e, 0)[:, None] * d + n[None, :]
-        part += tl.load(bias, mask=kept[:, None] & (n < d)[None, :], other=0.0).to(tl.float32)
+        part += tl.load(bias, mask=inside, other=0.0).to(tl.float32)
     gate = tl.load(gates + t * TOP_K + j, mask=kept, other=0.0).to(tl.float32)
     tl.store(y + t * d + n, tl.sum(part * gate[:, None], 0).to(y.dtype.element_ty), mask=n < d)

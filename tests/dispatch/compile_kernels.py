@@ -1,0 +1,104 @@
+"""Compile every kernel for a GPU that need not be here. Run as a program: a test that reads TRITON_INTERPRET cannot.
+
+python tests/dispatch/compile_kernels.py 90
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from ace_moe.dispatch import FastPath, attention, experts
+from ace_moe.dispatch.activation import SILU, SWIGLU_OAI, Activation
+from ace_moe.dispatch.routing import TopK
+from ace_moe.policies import Routing, make
+
+TYPES = {
+    torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int64: "i64", torch.int32: "i32",
+    torch.int8: "i8", torch.bool: "i1", torch.float8_e4m3fn: "fp8e4nv",
+}  # fmt: skip
+compiled: dict[str, int] = {}
+
+
+def type_of(value: object) -> str:
+    if isinstance(value, TensorDescriptor):
+        return f"tensordesc<{TYPES[value.base.dtype]}{list(value.block_shape)}>"
+    if isinstance(value, torch.Tensor):
+        return f"*{TYPES[value.dtype]}"
+    return "fp32" if isinstance(value, float) else "i32"
+
+
+def compile_only(self: JITFunction, *args: object, grid: object, warmup: bool, **options: object) -> None:
+    """In place of a launch."""
+    names = {p.name for p in self.params}
+    bound = inspect.signature(self.fn).bind(*args, **{k: v for k, v in options.items() if k in names})
+    bound.apply_defaults()
+    constants = {p.name for p in self.params if p.is_constexpr}
+    signature = {n: "constexpr" if n in constants else type_of(v) for n, v in bound.arguments.items()}
+    source = ASTSource(self, signature, {n: v for n, v in bound.arguments.items() if n in constants})
+    launch = {k: v for k, v in options.items() if k not in names}
+    made = triton.compile(source, target=GPUTarget("cuda", int(sys.argv[1]), 32), options=launch)
+    assert made.metadata.shared <= (232448 if int(sys.argv[1]) >= 90 else 101376), (
+        self.fn.__name__,
+        made.metadata.shared,
+    )
+    compiled[self.fn.__name__] = compiled.get(self.fn.__name__, 0) + 1
+
+
+def all_experts() -> None:
+    e, d, m, k = 128, 2048, 768, 8
+    plain = experts.Layout(True, False, False, Activation(SILU))
+    oai = experts.Layout(True, True, True, Activation(SWIGLU_OAI, 1.702, 7.0))
+    blocks = experts.Layout(True, False, False, Activation(SILU), (128, 128))
+
+    def make_tensor(*size: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.empty(1, dtype=dtype).expand(size)
+
+    small = torch.empty(e, 512, 512, dtype=torch.bfloat16), torch.empty(e, 512, 256, dtype=torch.bfloat16)
+    f8 = torch.float8_e4m3fn
+    layers = [
+        experts.Weights(make_tensor(e, 2 * m, d), make_tensor(e, d, m), None, None, plain),
+        experts.Weights(*small, None, None, plain),  # contiguous, so that the copy engine may read them
+        experts.Weights(make_tensor(e, d, 2 * m), make_tensor(e, m, d), make_tensor(e, 2 * m), make_tensor(e, d), oai),
+        experts.Weights(
+            make_tensor(e, 2 * m, d, dtype=f8), make_tensor(e, d, m, dtype=f8), None, None, blocks,
+            make_tensor(e, 12, 16, dtype=torch.float32), make_tensor(e, 16, 6, dtype=torch.float32),
+        ),
+    ]  # fmt: skip
+    for weights in layers if int(sys.argv[1]) >= 89 else layers[:-1]:  # older chips have no FP8
+        for tokens in (1, 4, 8, 16, 64, 1024, 4096):
+            x = torch.zeros(tokens, weights.shape[1], dtype=torch.bfloat16)
+            experts.run(x, torch.zeros(tokens, k, dtype=torch.int64), torch.zeros(tokens, k, dtype=x.dtype), weights)
+
+
+def the_rest() -> None:
+    tables = {n: torch.ones(128) for n in ("gsp", "rcr")}
+    counts, threshold = torch.zeros(2, dtype=torch.int64), torch.tensor(0.1)
+    for policy in (make("ace"), make("share", gain="kept", min_active=2, min_mass=0.3)):
+        fast = FastPath(None, policy, None)
+        fast.top_k = TopK(8, False, True)
+        for tokens in (1, 300):
+            ids, gates = torch.zeros(tokens, 8, dtype=torch.int64), torch.zeros(tokens, 8, dtype=torch.bfloat16)
+            fast.rule(Routing(ids, gates, tables, threshold), counts, 128)
+            fast.route(torch.zeros(tokens, 128, dtype=torch.bfloat16), tables, threshold, None, counts)
+    for batch, positions in ((1, 272), (16, 1040)):
+        k = torch.zeros(batch, 4, positions, 128, dtype=torch.bfloat16)
+        mask = torch.ones(batch, 1, 1, positions, dtype=torch.bool)
+        arrived = attention.workspace(torch.device("cpu"))
+        attention.attend(torch.zeros(batch, 32, 1, 128, dtype=k.dtype), k, k, mask, arrived, 0.1)
+
+
+if __name__ == "__main__":
+    JITFunction.run = compile_only
+    hopper = int(sys.argv[1]) >= 90
+    experts.hopper = lambda device: hopper
+    all_experts()
+    the_rest()
+    print(compiled)
