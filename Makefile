@@ -5,6 +5,7 @@ BIN    := $(VENV)/bin
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
+.PRECIOUS: $(VENV)-%/.ready
 .PHONY: demo test lint test-core test-all test-vllm test-vllm-smoke setup clean
 
 demo: setup
@@ -44,7 +45,7 @@ $(VENV)/.ready: requirements-dev.lock pyproject.toml
 
 $(VENV)-%/.ready: requirements-dev.lock pyproject.toml
 	$(PYTHON) -m venv $(VENV)-$*
-	grep -v '^transformers==' requirements-dev.lock > $(VENV)-$*/requirements.txt
+	grep -vE '^(transformers|huggingface_hub|tokenizers)==' requirements-dev.lock > $(VENV)-$*/requirements.txt
 	$(VENV)-$*/bin/pip install --quiet --disable-pip-version-check -r $(VENV)-$*/requirements.txt "transformers==$*.*"
 	$(VENV)-$*/bin/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	touch $@

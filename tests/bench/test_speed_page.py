@@ -6,7 +6,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
-import speed_page
+import speed_page  # noqa: E402
 
 
 def test_the_page_is_the_stored_results():
