@@ -35,11 +35,11 @@ decoder = Decoder(model, batch=1, length=4096)
 tokens = decoder.generate(ids, 256)  # greedy; decoder.prefill(ids) and decoder.step(token) for anything else
 ```
 
-The first step compiles (seconds, however deep the model) and records one CUDA graph; `ace.set_skip(…)` takes effect at the
-next step without another. It decodes a batch without padding over a static cache; models with sliding windows, linear
-attention or soft caps are refused with advice or keep transformers' attention. With `generate`, use
-`cache_implementation="static"`: the kernels are the same, compilation takes minutes for a deep model, and attention copies
-the cache for every query head.
+The first step compiles one layer of each build, not every layer, and records one CUDA graph; `ace.set_skip(…)` takes
+effect at the next step without another. It decodes a batch without padding over a static cache; models with sliding
+windows, linear attention or soft caps are refused with advice or keep transformers' attention. With `generate`, use
+`cache_implementation="static"`: the kernels are the same, every layer is compiled, and attention copies the cache for
+every query head.
 
 ## Measuring
 

@@ -83,6 +83,7 @@ def test_layer_claims_hold():
 def test_cpu_claims_hold():
     rows = [r for r in stored("latency_cpu.json")["rows"] if r["path"] == "ace"]
     speed = [f"{a['wall_ms'] / b['wall_ms']:.2f}×" for a, b in zip(rows[::2], rows[1::2], strict=True)]
+    assert all(f"{r['realised']:.0%}".replace("%", " % skipped makes prompts") in flat() for r in rows[1::2])
     assert f"{speed[0]} (8 × 256 tokens) and {speed[1]} (2 × 1,024)" in flat()
 
 

@@ -13,7 +13,7 @@ from .dispatch import FastPath
 from .errors import PlanError
 from .plan import missing_table
 from .policies import Decision, Policy, Routing, TokenPolicy
-from .policies.calibration import answers, router_logits
+from .policies.calibration import answers
 
 PREFILL, DECODE = 0, 1
 
@@ -64,11 +64,10 @@ class Skipper(nn.Module):
         """hidden [T, d], ids, gates [T, k] → ids, gates for the dispatch, `sentinel` in place of skipped experts."""
         phase, token_mask = self.step.phase, self.step.token_mask(ids.shape[0])
         tables = {name: getattr(self, f"table_{name}") for name in self.table_names}
-        logits = None if self.logits is None else router_logits(self.logits, sentinel)
         norms = partial(self._norms, hidden, ids) if self.policy.needs_norms else None
         length = 0 if self.policy.token_local else self.step.length(ids.shape[0])
         routing = Routing(
-            ids, gates, tables, self.threshold[phase], logits, hidden, token_mask, length=length, norms=norms
+            ids, gates, tables, self.threshold[phase], self.logits, hidden, token_mask, length=length, norms=norms
         )
         if self.fast is not None and self.observer is None:
             return self.fast.rule(routing, self.counts[phase], sentinel)

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ace_moe import rule
 from ace_moe.demo import MODEL
+from ace_moe.dispatch.routing import TopK
 from ace_moe.errors import BudgetError, IntegrationError, PlanError
 from ace_moe.integrations.vllm import engine_args, executor, skipping
 from ace_moe.integrations.vllm import phases as phases_module
@@ -27,7 +28,7 @@ from ace_moe.integrations.vllm.control import merge
 from ace_moe.integrations.vllm.executor import compact, mode_of, redirected
 from ace_moe.integrations.vllm.http import AceMiddleware
 from ace_moe.integrations.vllm.kernels import DecodeKernels, unfit
-from ace_moe.integrations.vllm.layer import SKIPPED, Layer, PlainTopK
+from ace_moe.integrations.vllm.layer import SKIPPED, Layer
 from ace_moe.integrations.vllm.phases import PADDING, Phases
 from ace_moe.integrations.vllm.settings import AUTO_KERNEL_TOKENS, MOST_KERNEL_TOKENS, Settings, check_policy
 from ace_moe.plan import Plan
@@ -139,7 +140,7 @@ def test_fused_routing_is_top_k_and_rule(sigmoid: bool, tokens: int) -> None:
         own.phases = Phases(128, "cpu")
         own.phases.mark(np.array([1] * (tokens // 2 + 1)))
     expected_gates, expected_ids = first.route(gates / gates.sum(-1, keepdim=True), ids.int())
-    new_gates, new_ids = second.route_logits(logits, PlainTopK(TOP_K, sigmoid, True), torch.int32)
+    new_gates, new_ids = second.route_logits(logits, TopK(TOP_K, sigmoid, True), torch.int32)
     assert torch.equal(new_ids, expected_ids) and torch.equal(first.counts, second.counts)
     torch.testing.assert_close(new_gates, expected_gates, rtol=1e-5, atol=1e-6)
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from .routing import TopK
 
 Choice = Literal["auto", "torch", "kernels"]
+RULED = (Ace, Gsp, Rcr, Share)  # policies the rule kernel decides
 
 
 class FastPath:
@@ -101,7 +102,7 @@ def _try(module: nn.Module, policy: Policy, device: torch.device) -> FastPath | 
         from .experts import FEW, Layout, arrivals
     except ImportError:
         return "Triton is not installed"
-    if type(policy) not in (Ace, Gsp, Rcr, Share):
+    if type(policy) not in RULED:
         return f"policy {policy.name!r} has no kernel"
     layout = Layout.of(module)
     if isinstance(layout, str):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -27,10 +28,17 @@ def compact(stock: Experts, module: nn.Module, hidden: Tensor, ids: Tensor, gate
     with _no_sentinels(module):
         if bool(kept.all()):
             return stock(module, hidden, ids, gates)
-        token, slot = kept.nonzero(as_tuple=True)
-        parts = stock(module, hidden[token], ids[token, slot].unsqueeze(1), gates[token, slot].unsqueeze(1))
-    out = torch.zeros(hidden.shape, dtype=torch.float32)
-    return out.index_add_(0, token, parts.float()).to(parts.dtype)
+        return kept_alone(partial(stock, module), hidden, ids, gates, kept)
+
+
+def kept_alone(run: Callable[..., Tensor], hidden: Tensor, ids: Tensor, gates: Tensor, kept: Tensor) -> Tensor:
+    """`run(hidden, ids, gates)` on kept slots as tokens of one slot each, added up in fp32. Syncs with the host."""
+    out = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)
+    token, slot = kept.nonzero(as_tuple=True)
+    if len(token):
+        parts = run(hidden[token], ids[token, slot].unsqueeze(1), gates[token, slot].unsqueeze(1))
+        out.index_add_(0, token, parts.float())
+    return out.to(hidden.dtype)
 
 
 @contextmanager

@@ -55,9 +55,9 @@ def early_start(device: torch.device) -> dict[str, bool]:
     return {"EARLY": True, "launch_pdl": True} if hopper(device) else {"EARLY": False}
 
 
-def _factors(weights: Weights, s: Tensor | None, w: Tensor) -> tuple[Tensor, int, int, int]:
+def _factors(s: Tensor | None, stand_in: Tensor) -> tuple[Tensor, int, int, int]:
     """The FP8 factors with their strides, or a stand-in that is never read."""
-    return (w, 0, 0, 0) if s is None else (s, *s.stride())  # type: ignore[return-value]
+    return (stand_in, 0, 0, 0) if s is None else (s, *s.stride())  # type: ignore[return-value]
 
 
 def _quantised(weights: Weights) -> dict[str, int]:
@@ -88,8 +88,8 @@ def _one(x: Tensor, ids: Tensor, gates: Tensor, weights: Weights) -> Tensor:
     h = torch.empty(tokens * k, m, dtype=x.dtype, device=x.device)
     y = torch.empty(tokens, d, dtype=x.dtype, device=x.device)
     b_in, b_out = _or(weights.b_in, x), _or(weights.b_out, x)
-    s_in, *in_factors = _factors(weights, weights.s_in, x)
-    s_out, *out_factors = _factors(weights, weights.s_out, x)
+    s_in, *in_factors = _factors(weights.s_in, x)
+    s_out, *out_factors = _factors(weights.s_out, x)
     one_kernel.one_up[(triton.cdiv(m, tiles.bn_up), tokens * k)](
         x, ids, weights.w_in, s_in, b_in, h, experts, d, m, x.stride(0), *weights.strides(weights.w_in), *in_factors,
         b_in.stride(0), TOP_K=k, **early, **_up_options(weights, tiles, d),
@@ -112,8 +112,8 @@ def _few(x: Tensor, ids: Tensor, gates: Tensor, weights: Weights, arrived: Tenso
         arrived = arrivals(tokens, d, x.device)
     shared = {"TOP_K": k, "SP": power_of_two(slots), "BM": power_of_two(tokens, 16), **early_start(x.device)}
     b_in, b_out = _or(weights.b_in, x), _or(weights.b_out, x)
-    s_in, *in_factors = _factors(weights, weights.s_in, x)
-    s_out, *out_factors = _factors(weights, weights.s_out, x)
+    s_in, *in_factors = _factors(weights.s_in, x)
+    s_out, *out_factors = _factors(weights.s_out, x)
     few_kernel.few_up[(triton.cdiv(m, tiles.bn_up), slots)](
         x, ids, weights.w_in, s_in, b_in, h, slots, experts, d, m, x.stride(0), *weights.strides(weights.w_in),
         *in_factors, b_in.stride(0), **shared, **_up_options(weights, tiles, d),
@@ -139,8 +139,8 @@ def _many(x: Tensor, ids: Tensor, gates: Tensor, weights: Weights) -> Tensor:
         for w, shape in ((weights.w_in, (tiles.bn_up, tiles.bk_up)), (weights.w_out, (tiles.bn_down, tiles.bk_down)))
     )
     b_in, b_out = _or(weights.b_in, x), _or(weights.b_out, x)
-    s_in, *in_factors = _factors(weights, weights.s_in, x)
-    s_out, *out_factors = _factors(weights, weights.s_out, x)
+    s_in, *in_factors = _factors(weights.s_in, x)
+    s_out, *out_factors = _factors(weights.s_out, x)
     shared = {"BM": tiles.bm, "TAIL": tiles.tail}
     many_kernel.many_up[(triton.cdiv(m, tiles.bn_up), len(where[0]))](
         x, *where, order, weights.w_in, x if desc_in is None else desc_in, s_in, b_in, h, d, m, x.stride(0),

@@ -19,6 +19,7 @@ from typing import Any
 from ..ace import ACE
 from ..errors import IntegrationError
 from ..evaluate.tasks import LONG, TASKS, Row, Task, check_source
+from .harness import Harness
 
 try:
     from evalscope import TaskConfig, run_task
@@ -114,23 +115,11 @@ def _record(task: Task, row: Row) -> dict[str, Any]:
     return {"question": question, "choices": task.choices(row), "gold": task.gold(row)}
 
 
-class EvalScope:
+class EvalScope(Harness):
     """The harness with one model in it, for `ace eval`. `model` may be EvalScope's own, to compare with."""
 
     def __init__(self, model: ModelScopeAPI, cap: int | None = None, batch: int = 1):
         self.model, self.cap, self.batch = model, cap, batch
-
-    @property
-    def ace(self) -> ACE:
-        return self.model.ace
-
-    def set_skip(self, skip: float) -> None:
-        self.ace.set_skip(skip)
-        self.ace.reset()
-
-    @property
-    def realised(self) -> float:
-        return self.ace.realised
 
     def ask(self, name: str, rows: Sequence[Row] | None, limit: int | None) -> tuple[str, list[float]]:
         """(metric, its value for each question)."""

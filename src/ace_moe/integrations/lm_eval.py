@@ -13,6 +13,7 @@ from typing import Any
 from ..ace import ACE
 from ..errors import IntegrationError
 from ..evaluate.tasks import TASKS, Row, Task, check_source
+from .harness import Harness
 
 try:
     import datasets
@@ -94,24 +95,12 @@ def _judge(task: Task) -> Callable[[Row, Sequence[str]], dict[str, float]]:
     return lambda row, texts: {task.metric: float(right(row, texts[0]))}
 
 
-class LmEval:
+class LmEval(Harness):
     """The harness with one model in it, for `ace eval`."""
 
     def __init__(self, model: AceLM, chat: bool = False, cap: int | None = None):
         self.model, self.chat, self.cap = model, chat, cap
         self.manager = TaskManager()  # reads the index of all tasks, once
-
-    @property
-    def ace(self) -> ACE:
-        return self.model.ace
-
-    def set_skip(self, skip: float) -> None:
-        self.ace.set_skip(skip)
-        self.ace.reset()
-
-    @property
-    def realised(self) -> float:
-        return self.ace.realised
 
     def ask(self, name: str, rows: Sequence[Row] | None, limit: int | None) -> tuple[str, list[float]]:
         """(metric, its value for each question)."""

@@ -153,8 +153,10 @@ class Attachment:
                 f"Policy {skipper.policy.name!r} needs router logits, and {path} has no router module."
             )
 
+        experts = int(self.model.get_submodule(path).num_experts)
+
         def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            skipper.logits = router_logits(output, int(self.model.get_submodule(path).num_experts))
+            skipper.logits = router_logits(output, experts)
 
         self._undo.append(self.model.get_submodule(router).register_forward_hook(hook).remove)
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...dispatch.compact import kept_alone
 from ...errors import IntegrationError
 from .layer import Layer
 from .settings import Settings, logger
@@ -202,13 +203,6 @@ def compact(run: Run, x: Tensor, gates: Tensor, ids: Tensor, expert_map: Tensor 
     if expert_map is not None:
         ids = torch.where(ids >= 0, expert_map[ids.clamp(min=0).long()].to(ids.dtype), ids)
     keep = ids >= 0
-    kept = int(keep.sum())
-    if kept == keep.numel():
+    if bool(keep.all()):
         return run(x=x, topk_weights=gates, topk_ids=ids)
-    out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-    if kept:
-        token, slot = keep.nonzero(as_tuple=True)
-        one = (t[token, slot].unsqueeze(1).contiguous() for t in (gates, ids))
-        part = run(x=x.index_select(0, token), **dict(zip(("topk_weights", "topk_ids"), one, strict=True)))
-        out.index_add_(0, token, part.float())
-    return out.to(x.dtype)
+    return kept_alone(lambda x, ids, gates: run(x=x, topk_weights=gates, topk_ids=ids), x, ids, gates, keep)

@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from ...dispatch import RULED
+from ...dispatch.routing import TopK
 from ...errors import PlanError
 from ...plan import missing_table
-from ...policies import Ace, Gsp, Policy, Rcr, Routing, Share
+from ...policies import Policy, Routing
 from .phases import Phases
 
 SKIPPED = -1
-
-
-class PlainTopK(NamedTuple):
-    """A router that is softmax or sigmoid, top-k, and maybe division by the sum."""
-
-    top_k: int
-    sigmoid: bool
-    normalise: bool
 
 
 class Layer:
@@ -38,7 +31,7 @@ class Layer:
         self.start, self.split = 0, False  # sequence parallel: which part of the step's tokens this rank sees
         self.executor = "not chosen yet"
         self.choose_executor: Callable[[], None] = lambda: None
-        self.has_kernel = type(policy) in (Ace, Gsp, Rcr, Share) and device.type == "cuda"
+        self.has_kernel = type(policy) in RULED and device.type == "cuda"
 
     def route(self, gates: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
         """gates, ids [T, k] as the router gave them → the same with −1 and 0 at skipped slots. No host sync."""
@@ -74,7 +67,7 @@ class Layer:
             )  # fmt: skip
         return new_gates, new_ids
 
-    def route_logits(self, logits: Tensor, router: PlainTopK, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def route_logits(self, logits: Tensor, router: TopK, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Top-k and rule in one launch, from the router's logits [T, E]: what the rule adds to a step is then nothing."""
         from ...dispatch import ops, route_kernel
         from ...dispatch.experts import early_start

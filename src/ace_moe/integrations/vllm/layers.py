@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...dispatch.routing import TopK
 from ...errors import IntegrationError
 from .executor import Executor, refuse_monolithic
-from .layer import PlainTopK
 from .skipping import Skipping, configure
 
 RUNNERS = (
@@ -105,11 +105,11 @@ def attach(runner: Any, skipping: Skipping) -> None:
         object.__setattr__(part, "ace_runner", runner)  # not as a child module: the runner owns both
 
 
-def plain_top_k(router: Any) -> PlainTopK | None:
+def plain_top_k(router: Any) -> TopK | None:
     """The router as our kernel can take it over: vLLM's default one, and no other."""
     if type(router).__mro__[1].__name__ != "FusedTopKRouter" or router.scoring_func not in ("softmax", "sigmoid"):
         return None
-    return PlainTopK(router.top_k, router.scoring_func == "sigmoid", router.renormalize)
+    return TopK(router.top_k, router.scoring_func == "sigmoid", router.renormalize)
 
 
 def _refuse_router(runner: Any) -> None:
