@@ -37,7 +37,7 @@ def test_rows_of_a_run(model):
     ]
     for row in rows:
         assert row.wall_ms > 0
-        assert row.realised == pytest.approx(row.requested, abs=0.1)
+        assert row.realised == pytest.approx(row.requested, abs=0.01)
     assert model.config._experts_implementation == "grouped_mm"
     assert len(result("x", rows)["rows"]) == 6
 
