@@ -4,9 +4,10 @@
     python benchmarks/serving.py --tiny --batches 1 4 --ttft 2x64      # a few minutes on a CPU, to try the script
 
 Two engines share the GPU: vLLM as it is, and vLLM with the plugin, whose threshold is changed while it runs. Weights are
-dummy weights made realistic (norms 1, everything else N(0, 0.02)), so routing is close to uniform; the spread of router
-logits and the union of distinct experts before and after skipping are measured and stored. Tables are all 1: random
-weights have no expert that matters more, and a made-up table would shrink the union more than routing does.
+dummy weights made realistic (norms 1, embeddings N(0, 10) so that tokens stay apart, everything else N(0, 0.02)), so routing
+is close to uniform; the spread of router logits and the union of distinct experts before and after skipping are stored.
+Tables are all 1: random weights have no expert that matters more, and a made-up table would shrink the union more than
+routing does.
 """
 
 from __future__ import annotations
@@ -48,9 +49,9 @@ class BenchWorker(AceWorker):
         model = self.model_runner.model  # type: ignore[attr-defined]
         device = next(model.parameters()).device
         generator = torch.Generator(device).manual_seed(0)
-        for parameter in model.parameters():
+        for name, parameter in model.named_parameters():
             if parameter.dim() > 1:
-                parameter.data.normal_(0, 0.02, generator=generator)
+                parameter.data.normal_(0, 10 if "embed_tokens" in name else 0.02, generator=generator)
             else:
                 parameter.data.fill_(1)
         return sum(p.numel() for p in model.parameters())

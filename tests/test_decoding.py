@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch._dynamo.utils import counters
+from transformers import masking_utils
 
 import zoo
 from ace_moe import ACE, build_plan
@@ -83,12 +84,23 @@ def test_attention_is_sdpa_but_for_one_token(model):
         assert torch.equal(found, expected)
 
 
-def test_a_whole_prompt_needs_no_mask():
-    whole = {"batch_size": 2, "q_length": 5, "kv_length": 5, "q_offset": 0, "kv_offset": 0}
-    assert attention.mask(**whole) is None
-    assert attention.mask(**{**whole, "kv_length": 8}, allow_is_causal_skip=False) is not None
-    assert attention.mask(**whole, attention_mask=torch.tensor([[0, 1, 1, 1, 1], [1, 1, 1, 1, 1]])) is not None
-    assert attention.mask(**whole, allow_is_causal_skip=False) is not None
+def test_a_whole_prompt_needs_no_mask(model, monkeypatch):
+    """Not even where transformers makes one: under a compiler, or while a CUDA graph is recorded."""
+    seen = []
+    monkeypatch.setattr(masking_utils, "is_tracing", lambda tensor=None: True)
+    for layer in model.model.layers:
+        layer.register_forward_pre_hook(
+            lambda _, args, options: seen.append(options["attention_mask"]), with_kwargs=True
+        )
+    found = []
+    for implementation in ("sdpa", attention.WHOLE):
+        model.set_attn_implementation(implementation)
+        with torch.no_grad():
+            found.append(model(input_ids=prompt(), use_cache=False).logits)
+    half = len(seen) // 2
+    assert all(mask is not None for mask in seen[:half]), "the case this is about"
+    assert all(mask is None for mask in seen[half:])
+    assert torch.allclose(*found, atol=1e-5)
 
 
 def test_a_failure_leaves_the_model_as_it_was(model):

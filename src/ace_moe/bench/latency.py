@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, StaticCache
 
 from ..decoding import Decoder
-from ..integrations.attention import IMPLEMENTATION
+from ..integrations.attention import WHOLE
 from ..integrations.layerwise import compiled_layers
 
 STEPS = 16  # tokens of one timed decode
@@ -85,7 +85,7 @@ class Prompt:
         if not compiled:
             return self._forward
         before = self.model.config._attn_implementation
-        self.model.set_attn_implementation(IMPLEMENTATION)
+        self.model.set_attn_implementation(WHOLE)
         try:
             with compiled_layers(self.model):
                 for _ in range(2):

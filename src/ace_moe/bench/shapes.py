@@ -1,7 +1,7 @@
 """Models by shape alone: random weights, because latency needs shapes, not knowledge.
 
-Norm weights are 1 and everything else N(0, 0.02), so that router logits spread as in trained models and routing is close
-to uniform.
+Norm weights are 1, embeddings N(0, 10) and everything else N(0, 0.02): router logits spread as in trained models, and what a
+token is outweighs what untrained layers add, which is the same for all tokens; so routing is close to uniform.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ def build(shape: str, device: str, layers: int | None = None, **changes: Any) ->
 @torch.no_grad()
 def _roughen(model: PreTrainedModel) -> PreTrainedModel:
     generator = torch.Generator(model.device).manual_seed(0)
+    embeddings = model.get_input_embeddings().weight
     for parameter in model.parameters():
         if parameter.dim() > 1:
-            parameter.normal_(0, 0.02, generator=generator)
+            parameter.normal_(0, 10 if parameter is embeddings else 0.02, generator=generator)
     return model

@@ -32,7 +32,7 @@ def one_tiles(tokens: int, d: int, m: int, block: int = 0) -> Tiles:
     if block:
         deep, narrow = max(block, deep), block
     if tokens == 1:
-        return Tiles(0, 2, deep, 8, 1, 2, narrow, 8, 1)
+        return Tiles(0, 2, deep, 8, 1, 4, narrow, 4, 1)
     return Tiles(0, 2, max(block, min(1024, deep)), 4, 1, 4, narrow, 8, 1)
 
 
@@ -48,10 +48,10 @@ def many_tiles(slots_per_expert: int, d: int, m: int, dtype: torch.dtype, large:
     """`large`: the GPU has Hopper's shared memory; others get tiles that fit everywhere."""
     if dtype == torch.float32:
         return Tiles(32, 32, 32, 4, 2, 32, 32, 4, 2, tail=16)
-    if slots_per_expert <= 16:
+    if slots_per_expert <= 2:
         return Tiles(16, 32, 128, 4, 4 if large else 2, 64, 128, 4, 4 if large else 2, tail=16)
-    if slots_per_expert <= 64:
-        return Tiles(64, 64, 64, 4, 3, 128, 64, 4, 3, tail=32)
-    if not large:
-        return Tiles(64, 64, 64, 4, 3, 128, 64, 4, 3, tail=32)
+    if slots_per_expert <= 16:
+        return Tiles(32, 64, 128, 4, 3 if large else 2, 64, 128, 4, 3 if large else 2, tail=16)
+    if slots_per_expert <= 64 or not large:
+        return Tiles(64, 64, 64, 4, 3, 128, 64, 4, 3, tail=16)
     return Tiles(128, 128, 64, 8, 4, 256, 64, 8, 4, tail=64)

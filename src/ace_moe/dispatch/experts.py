@@ -21,7 +21,6 @@ __all__ = ["FEW", "ONE", "Layout", "Weights", "arrivals", "run"]
 
 ONE = 4  # tokens up to which a product per slot is fastest
 FEW = 16  # tokens up to which one program takes all slots of an expert along
-AHEAD = 3  # tiles of the down product's weights that are fetched while the up product still runs
 BULK: bool | None = None  # whether the copy engine fetches weights; None: where there is one
 
 
@@ -96,7 +95,7 @@ def _one(x: Tensor, ids: Tensor, gates: Tensor, weights: Weights) -> Tensor:
     )  # fmt: skip
     one_kernel.one_down[(triton.cdiv(d, tiles.bn_down), tokens)](
         h, ids, gates, weights.w_out, s_out, b_out, y, experts, d, m, *weights.strides(weights.w_out), *out_factors,
-        TOP_K=k, KP=power_of_two(k), AHEAD=min(AHEAD, triton.cdiv(m, tiles.bk_down)), **early,
+        TOP_K=k, KP=power_of_two(k), AHEAD=2 if tokens == 1 and m > tiles.bk_down else 1, **early,
         **_down_options(weights, tiles, m),
     )  # fmt: skip
     return y

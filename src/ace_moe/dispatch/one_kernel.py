@@ -108,15 +108,11 @@ def one_down(
     first = _columns(rows, 0, there, m, w_col, BK, EVEN)
     if AHEAD > 1:
         second = _columns(rows, BK, there, m, w_col, BK, EVEN)
-    if AHEAD > 2:
-        third = _columns(rows, 2 * BK, there, m, w_col, BK, EVEN)
     if EARLY:
         tl.extra.cuda.gdc_wait()
     part = _weigh(first, h_rows, factors, 0, kept, inside, m, s_col, BK, QK)
     if AHEAD > 1:
         part += _weigh(second, h_rows, factors, BK, kept, inside, m, s_col, BK, QK)
-    if AHEAD > 2:
-        part += _weigh(third, h_rows, factors, 2 * BK, kept, inside, m, s_col, BK, QK)
     for start in range(AHEAD * BK, m, BK):
         tile = _columns(rows, start, there, m, w_col, BK, EVEN)
         part += _weigh(tile, h_rows, factors, start, kept, inside, m, s_col, BK, QK)

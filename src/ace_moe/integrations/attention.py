@@ -16,6 +16,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 IMPLEMENTATION = "ace_decode"
+WHOLE = "ace_whole"
 UNKNOWN = ("softcap", "s_aux", "position_bias")  # arguments that change the formula
 
 
@@ -51,18 +52,13 @@ def forward(
     return attend(query, key, value, attention_mask, workspace(query.device), scale), None
 
 
-def mask(*args: Any, **options: Any) -> Tensor | None:
-    """SDPA's mask, and none for a whole prompt without padding.
-
-    SDPA's own leaves it out too, but not under a compiler or while a CUDA graph is recorded, and a mask costs its fastest
-    kernel.
-    """
-    length, whole, offset = (options.get(name) for name in ("q_length", "kv_length", "q_offset"))
-    causal = options.get("allow_is_causal_skip", True) and options.get("local_size") is None
-    if isinstance(length, int) and 1 < length == whole and offset == 0 and options.get("attention_mask") is None:
-        return None if causal else sdpa_mask(*args, **options)
-    return sdpa_mask(*args, **options)
+def whole(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: None = None, **options: Any
+) -> tuple[Tensor, None]:
+    """SDPA over whole prompts without padding."""
+    return sdpa_attention_forward(module, query, key, value, None, **options)
 
 
 AttentionInterface.register(IMPLEMENTATION, forward)
-AttentionMaskInterface.register(IMPLEMENTATION, mask)
+AttentionMaskInterface.register(IMPLEMENTATION, sdpa_mask)
+AttentionInterface.register(WHOLE, whole)  # and no mask, which transformers would make while a CUDA graph is recorded
