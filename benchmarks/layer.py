@@ -1,4 +1,4 @@
-"""The experts of one MoE layer: our kernels against stock grouped_mm, Qwen3-30B-A3B shapes, uniform routing.
+"""The experts of one MoE layer: our kernels against stock grouped_mm and vLLM's, Qwen3-30B-A3B shapes, uniform routing.
 
     python benchmarks/layer.py [--tokens 1 2 4 8 16 32 64 256 1024 4096] [--profile] [--out FILE]
 
@@ -111,7 +111,8 @@ def main() -> None:
             print(
                 f"{tokens:6d} tokens, kept {row['kept']:.2f}, {row['union']:5.1f} experts: ours {row['ours_us']:7.1f} us "
                 f"({row['tb_s']:.2f} TB/s, {row['tb_s'] / ceiling:.0%}), stock {row['stock_us']:7.1f} us "
-                f"= {row['stock_us'] / row['ours_us']:.2f}x",
+                f"= {row['stock_us'] / row['ours_us']:.2f}x"
+                + (f", vLLM {row['vllm_us']:7.1f} us" if row["vllm_us"] else ""),
                 flush=True,
             )
             if options.profile:

@@ -118,15 +118,17 @@ def model_section(name: str, title: str) -> str:
             size = f"{batch} × {tokens:,}"
             rows.append([what.upper(), size, f"`{r['path']}`", realised, f"{r[time]:.2f}", *ratios, experts])
     columns = ["", "batch × tokens", "path", "skipped", "ms", "against best stock", "against own 0 %", "experts read"]
-    return f"## {title}\n\n{result['device']}, torch {result['torch']}.\n\n    {result['command']}\n\n{table(columns, rows)}\n"
+    facts = f"{result['device']}, torch {result['torch']}. {result.get('note', '')}".strip()
+    return f"## {title}\n\n{facts}\n\n    {result['command']}\n\n{table(columns, rows)}\n"
 
 
 def page() -> str:
-    parts = [HEAD, layer_section()]
-    if "read_tb_s" in load("latency_h200.json"):
-        parts.append(model_section("latency_h200.json", "Whole models: Qwen3-30B-A3B shapes"))
-    parts.append(model_section("latency_cpu.json", "On a CPU: an 86 M-parameter model, two cores"))
-    return "\n".join(parts)
+    models = [
+        ("latency_h200.json", "Whole models: Qwen3-30B-A3B shapes"),
+        ("latency_generate_h200.json", "Against stock as `generate` compiles it"),
+        ("latency_cpu.json", "On a CPU: an 86 M-parameter model, two cores"),
+    ]
+    return "\n".join([HEAD, layer_section(), *(model_section(*model) for model in models)])
 
 
 if __name__ == "__main__":
