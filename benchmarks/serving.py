@@ -1,6 +1,6 @@
 """vLLM with and without skipping, interleaved in one run: TPOT by batch size and TTFT, on one GPU, by shape alone.
 
-    python benchmarks/serving.py --kernels off --out benchmarks/results/serving_h200.json
+    python benchmarks/serving.py --repeats 7 --out benchmarks/results/serving_h200.json
     python benchmarks/serving.py --tiny --batches 1 4 --ttft 2x64      # a few minutes on a CPU, to try the script
 
 Two engines share the GPU: vLLM as it is, and vLLM with the plugin, whose threshold is changed while it runs. Weights are
@@ -19,6 +19,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -160,22 +161,18 @@ def ratios(llm: Any) -> dict[str, float]:
     return {phase: report[phase]["realised"] for phase in ("prefill", "decode")}
 
 
-def find_thresholds(llm: Any, ratio: float, vocabulary: int, prompt: int) -> list[float]:
-    """τ for prefill and decode that realise the ratio on random prompts, by bisection on the running engine."""
-    low, high = [0.0, 0.0], [0.5, 0.5]
+def settle(llm: Any, ratio: float, phase: str, run: Callable[[], object]) -> float:
+    """τ at which `run` realises the ratio in its phase, by bisection on the running engine."""
+    low, high = 0.0, 0.5
     for _ in range(12):
-        tau = [(a + b) / 2 for a, b in zip(low, high, strict=True)]
+        tau = (low + high) / 2
         llm.collective_rpc("ace_set", kwargs={"threshold": tau})
         llm.collective_rpc("ace_reset")
-        generate(llm, 16, prompt, 17, 7, vocabulary)
-        found = ratios(llm)
-        for i, phase in enumerate(("prefill", "decode")):
-            if found[phase] < ratio:
-                low[i] = tau[i]
-            else:
-                high[i] = tau[i]
-        if all(abs(found[p] - ratio) < 0.002 for p in found):
+        run()
+        found = ratios(llm)[phase]
+        if abs(found - ratio) < 0.002:
             break
+        low, high = (tau, high) if found < ratio else (low, tau)
     return tau
 
 
@@ -197,47 +194,59 @@ class Run:
         self.facts: dict[str, Any] = {}
 
     def prepare(self) -> None:
+        """Warm up, and look at the routing."""
         prompt = self.options.prompt
         for llm in filter(None, (self.stock, self.ace)):
-            generate(llm, max(self.options.batches), prompt, 8, 0, self.vocabulary)  # warm: kernels compile here
-        tau = find_thresholds(self.ace, self.options.ratio, self.vocabulary, prompt)
-        self.ways: list[tuple[str, Any, list[float] | None]] = [("vLLM", self.stock, None)] if self.stock else []
-        self.ways += [("τ = 0", self.ace, [0.0, 0.0]), (f"{self.options.ratio:.0%}", self.ace, tau)]
+            generate(llm, max(self.options.batches), prompt, 8, 0, self.vocabulary)  # kernels compile here
+        tau = self.threshold(16, prompt, 1)
+        self.ace.collective_rpc("ace_set", kwargs={"threshold": tau})
         self.ace.collective_rpc("bench_watch")
         generate(self.ace, 16, max(prompt, 128), 1, 9, self.vocabulary)
         seen = self.ace.collective_rpc("bench_seen", args=(self.options.batches,))[0]
         executors = merge(self.ace.collective_rpc("ace_report"))["executors"]
-        self.facts = {"thresholds": tau, "executors": executors, "routing": seen}
+        self.facts = {"executors": executors, "routing": seen}
         spread = [layer["logit_std"] for layer in seen["layers"].values()]
         unions = [layer["union"] for layer in seen["layers"].values()]
         text = ", ".join(
             f"{b}: {statistics.mean(u[b][0] for u in unions):.1f} → {statistics.mean(u[b][1] for u in unions):.1f}"
             for b in unions[0]
         )
-        print(
-            f"τ {tau}, executors {executors}, logit std {min(spread):.2f}–{max(spread):.2f}, union {text}", flush=True
+        print(f"executors {executors}, logit std {min(spread):.2f}–{max(spread):.2f}, union {text}", flush=True)
+
+    def threshold(self, batch: int, prompt: int, tokens: int) -> float:
+        """τ for the ratio at this size: a few tokens are not like a thousand."""
+        phase = "prefill" if tokens == 1 else "decode"
+        return settle(
+            self.ace, self.options.ratio, phase, lambda: generate(self.ace, batch, prompt, tokens, 7, self.vocabulary)
         )
+
+    def ways(self, tau: float) -> list[tuple[str, Any, float | None]]:
+        stock: list[tuple[str, Any, float | None]] = [("vLLM", self.stock, None)] if self.stock else []
+        return [*stock, ("τ = 0", self.ace, 0.0), (f"{self.options.ratio:.0%}", self.ace, tau)]
 
     def measure(self, what: str, batch: int, prompt: int, tokens: int) -> None:
         """Interleaved repeats; one row for each way."""
-        times: dict[str, list[float]] = {name: [] for name, *_ in self.ways}
-        found: dict[str, dict[str, float]] = {}
+        ways = self.ways(self.threshold(batch, prompt, tokens))
+        times: dict[str, list[float]] = {name: [] for name, *_ in ways}
+        phase = "prefill" if tokens == 1 else "decode"
+        found: dict[str, list[float]] = {name: [] for name, *_ in ways}
         for repeat in range(self.options.repeats + 1):
-            for name, llm, tau in self.ways:
+            for name, llm, tau in ways:
                 if tau is not None:
                     llm.collective_rpc("ace_set", kwargs={"threshold": tau})
                     llm.collective_rpc("ace_reset")
                 wall, per_token = generate(llm, batch, prompt, tokens, repeat, self.vocabulary)
                 if repeat:  # the first warms up
                     times[name].append(1e3 * (wall if tokens == 1 else per_token))
-                if tau is not None:
-                    found[name] = ratios(llm)
+                found[name].append(0.0 if tau is None else ratios(llm)[phase])
         base = statistics.median(next(iter(times.values())))
-        for name, values in times.items():
-            realised = found.get(name, {}).get("prefill" if tokens == 1 else "decode", 0.0)
+        for name, _, tau in ways:
+            values = times[name]
+            realised = statistics.mean(found[name])
             row = {
-                "what": what, "batch": batch, "prompt": prompt, "tokens": tokens, "way": name, "realised": realised,
-                "median_ms": statistics.median(values), "all_ms": values, "speed": base / statistics.median(values),
+                "what": what, "batch": batch, "prompt": prompt, "tokens": tokens, "way": name, "threshold": tau,
+                "realised": realised, "median_ms": statistics.median(values), "all_ms": values,
+                "speed": base / statistics.median(values),
             }  # fmt: skip
             self.rows.append(row)
             print(f"{what} {batch:>3} x {prompt:<5} {name:>6} {realised:6.1%} {row['median_ms']:9.3f} ms  "
@@ -267,9 +276,9 @@ def main() -> None:
     parser.add_argument("--ttft", nargs="*", default=["16x1024"], help="batch x prompt")
     parser.add_argument("--ratio", type=float, default=0.6, help="realised ratio to compare at")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--kernels", default="auto", help="our decode kernels: auto, on, off or a number of tokens")
+    parser.add_argument("--kernels", default="auto", help="our kernels: auto, on, off or a largest number of tokens")
     parser.add_argument(
-        "--routing", default="vllm", help="vllm: its own top-k, then the rule; fused: one kernel for both"
+        "--routing", default="fused", help="vllm: its own top-k, then the rule; fused: one kernel for both"
     )
     parser.add_argument("--no-stock", action="store_true", help="leave out the engine without the plugin")
     parser.add_argument("--eager", action="store_true", help="no compilation, no CUDA graphs")

@@ -19,7 +19,9 @@ from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")  # or vLLM's fp32 products on a GPU are TF32, and near ties route otherwise
+os.environ.setdefault(
+    "TRITON_F32_DEFAULT", "ieee"
+)  # or vLLM's fp32 products on a GPU are TF32, and near ties route otherwise
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "serving"))
 
 import torch

@@ -50,7 +50,12 @@ def test_linked_files_exist():
 
 def test_speed_table_is_the_stored_result():
     rows = [r for r in stored("latency_h200.json")["rows"] if r["path"] != "ace_unruled"]
-    sizes = [("ttft", 1024, 1), ("ttft", 1024, 4), ("ttft", 1024, 16), *(("tpot", 256, batch) for batch in (1, 4, 16, 64))]
+    sizes = [
+        ("ttft", 1024, 1),
+        ("ttft", 1024, 4),
+        ("ttft", 1024, 16),
+        *(("tpot", 256, batch) for batch in (1, 4, 16, 64)),
+    ]
     for size in sizes:
         stock, ours, skipped = (r for r in rows if (r["what"], r["tokens"], r["batch"]) == size)
         digits = 1 if size[0] == "ttft" else 2
@@ -74,6 +79,21 @@ def test_serving_claims_hold():
     said = f"comes {tpot[1]} as fast as from vLLM alone at batch 1, {tpot[4]} at 4, {tpot[16]} at 16, {tpot[64]} at 64,"
     assert said in flat()
     assert f"the first tokens of 16 × 1,024 come {rows[-1]['speed']:.2f}× as fast" in flat()
+
+
+def test_serving_page_is_the_stored_result():
+    result, page = stored("serving_h200.json"), (ROOT / "docs" / "serving.md").read_text()
+    for first in range(0, len(result["rows"]), 3):
+        stock, whole, part = result["rows"][first : first + 3]
+        digits = 0 if stock["what"] == "TTFT" else 2
+        cells = [f"{row['median_ms']:.{digits}f}" for row in (stock, whole, part)]
+        assert f"| {' | '.join(cells)} ({100 * part['realised']:.0f} %) | {part['speed']:.2f}× |" in page
+    assert result["command"].split(" --out")[0] in page
+    agreement = [row for name, row in stored("serving_agreement_h200.json").items() if name.startswith("float32")]
+    assert all(
+        row["equal_tokens"] == row["tokens"] == 192 and row["kept"] == row["kept_transformers"] for row in agreement
+    )
+    assert max(row["worst_prompt_logprob"] for row in agreement) <= 5e-6 and "at most 5e-06" in page
 
 
 def test_layer_claims_hold():

@@ -5,12 +5,17 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
+from typing import Any
 
 import pytest
 from serving_cases import Case, in_a_gap, load_fp32, prompts, save_tiny
+from serving_parts import vllm_config
 
 from ace_moe import build_plan
 from ace_moe.demo import MODEL
+from ace_moe.integrations.vllm import skipping
+from ace_moe.plan import Plan
 
 HAS_VLLM = importlib.util.find_spec("vllm") is not None
 
@@ -35,5 +40,19 @@ def case_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Case]:
         model = MODEL if name == "demo" else save_tiny(name, folder / "model")
         plan = build_plan(model)
         return Case(name, model, plan.save(folder / "plan.safetensors"), in_a_gap(load_fp32(model), plan, prompts()))
+
+    return make
+
+
+@pytest.fixture
+def configured(demo_plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """A function that makes a stand-in for vLLM's configuration in which skipping is configured with the demo's plan."""
+    monkeypatch.setattr(skipping, "listen", lambda find: None)
+    path = demo_plan.save(tmp_path / "plan.safetensors")
+
+    def make(**ace: Any) -> Any:
+        config = vllm_config(path, **ace)
+        assert skipping.configure(config) is not None
+        return config
 
     return make

@@ -90,7 +90,7 @@ def check_model(case: Case, folder: Path, **llm: Any) -> None:
 
 
 @pytest.mark.vllm
-@pytest.mark.parametrize("name", ["demo", "glm4"])
+@pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("expert_parallel", [False, True])
 def test_two_ranks(name: str, expert_parallel: bool, case_of: Callable[[str], Case], tmp_path: Path) -> None:
     case = case_of(name)

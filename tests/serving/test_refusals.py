@@ -46,7 +46,7 @@ def test_engine_says_why_it_does_not_start(case_of: Callable[[str], Case], tmp_p
         ({**good, "gian": "kept"}, {}, "BudgetError: Policy 'ace' has no setting gian"),
         ({**good, "policy": "oea"}, {}, "BudgetError: Policy 'oea' cannot be served"),
         ({**good, "kernels": "fast"}, {}, "IntegrationError: `kernels` is"),
-        ({**good, "kernels": True}, {}, "IntegrationError: The decode kernels cannot run"),
+        ({**good, "kernels": True}, {}, "IntegrationError: Our kernels cannot run"),
         ({**good, "executor": "native"}, {}, "IntegrationError: `executor` is one of"),
         ("plan.safetensors", {}, "IntegrationError: The `ace` part of additional_config"),  # type: ignore[list-item]
         (good, {"llm": {"enable_lora": True}}, "IntegrationError: ACE does not work with --enable-lora"),

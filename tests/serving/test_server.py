@@ -124,6 +124,14 @@ def test_server(case_of: Callable[[str], Case], mapped: Path, tmp_path: Path) ->
 
 
 @pytest.mark.vllm
+@pytest.mark.parametrize("name", ["glm4", "qwen2"])
+def test_server_of_other_models(name: str, case_of: Callable[[str], Case], tmp_path: Path) -> None:
+    case = case_of(name)
+    with serving(tmp_path / "log", case.model, "--plan", str(case.plan)) as server:
+        check_tokens(server, case)
+
+
+@pytest.mark.vllm
 def test_server_without_the_plugin_in_its_workers_stops(
     case_of: Callable[[str], Case], mapped: Path, tmp_path: Path
 ) -> None:

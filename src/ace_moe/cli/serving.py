@@ -51,7 +51,7 @@ def serve(
     min_active: MinActive = None,
     min_mass: MinMass = None,
     workload: Annotated[str | None, typer.Option(help="Thresholds of this text, if the plan has several.")] = None,
-    kernels: Annotated[str, typer.Option(help="Our decode kernels: auto, on, off or a number of tokens.")] = "auto",
+    kernels: Annotated[str, typer.Option(help="Our kernels: auto, on, off or a largest number of tokens.")] = "auto",
     allow_other_weights: AllowOtherWeights = False,
     dry_run: Annotated[bool, typer.Option(help="Check everything, print vLLM's command and stop.")] = False,
 ) -> None:

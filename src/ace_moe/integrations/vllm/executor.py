@@ -4,7 +4,7 @@
     compact   kept (token, slot) pairs become a problem with one slot per token (CPU kernels; needs a host value)
     redirect  the slot points at the token's own top expert with gate 0: no expert is read for it, but its products are
               still computed; right with any kernel
-    ours      our decode kernels in place of vLLM's, for few tokens, where the layer is one they know
+    ours      our kernels in place of vLLM's, where the layer is one they know
 
 A kernel that is not on the list never sees −1: some of them index memory with it.
 """
@@ -20,7 +20,7 @@ from torch import Tensor
 from ...dispatch.compact import kept_alone
 from ...errors import IntegrationError
 from .layer import Layer
-from .settings import Settings, logger
+from .settings import EVERY, Settings, logger
 
 Run = Callable[..., Tensor]  # RoutedExperts.forward_modular of the layer
 PLAIN = "MoEPrepareAndFinalizeNoDPEPModular"
@@ -67,20 +67,26 @@ class Executor:
         if self.mode == "redirect":
             warn_redirect(type(kernel).__name__, why)
         self._take_ours(kernel)
-        self.layer.executor = self.mode + (f", ours to {self.kernel_tokens} tokens" if self.kernel_tokens else "")
+        self.layer.executor = self._name()
+
+    def _name(self) -> str:
+        if self.kernel_tokens == EVERY:
+            return "ours"
+        return f"{self.mode}, ours to {self.kernel_tokens} tokens" if self.kernel_tokens else self.mode
 
     def _take_ours(self, kernel: Any) -> None:
         wanted = self.settings.kernel_tokens
         if not wanted:
             return
-        from .kernels import DecodeKernels
+        from .kernels import Kernels
 
-        found = DecodeKernels.of(self.experts, kernel)
-        if isinstance(found, DecodeKernels):
+        auto = self.settings.kernels == "auto"
+        found = Kernels.of(self.experts, kernel, measured=auto)
+        if isinstance(found, Kernels):
             self.ours, self.kernel_tokens = found, wanted
-        elif self.settings.kernels != "auto":
+        elif not auto:
             raise IntegrationError(
-                f'The decode kernels cannot run {self.experts.layer_name}: {found}. Leave out `kernels`, or set it to "auto".'
+                f'Our kernels cannot run {self.experts.layer_name}: {found}. Leave out `kernels`, or set it to "auto".'
             )
 
 

@@ -1,4 +1,4 @@
-"""Our decode kernels behind vLLM's contract: for a few tokens one or two launches instead of align, products and sum."""
+"""Our kernels behind vLLM's contract: in decode two launches instead of align, products and sum, in prefill larger tiles."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ...dispatch.activation import SILU, Activation
 _arrived: dict[tuple[torch.device, int], Tensor] = {}
 
 
-class DecodeKernels:
+class Kernels:
     """Unquantised gated SiLU experts in vLLM's Triton layout: w13 [E, 2m, d] gate then up, w2 [E, d, m]."""
 
     def __init__(self, experts: Any):
@@ -27,13 +27,15 @@ class DecodeKernels:
         self.arrived = _arrived[key]
 
     @classmethod
-    def of(cls, experts: Any, kernel: Any) -> DecodeKernels | str:
-        """The kernels for this layer, or why they cannot run it."""
+    def of(cls, experts: Any, kernel: Any, measured: bool = False) -> Kernels | str:
+        """The kernels for this layer, or why not; `measured`: only on GPUs where they were found to be faster than vLLM's."""
         try:
-            import triton  # noqa: F401
+            from ...dispatch.experts import hopper
         except ImportError:
             return "Triton is not installed"
         reason = unfit(experts, kernel)
+        if not reason and measured and not hopper(experts.w2_weight.device):
+            return "they were not measured on this GPU"
         return reason or cls(experts)
 
     def __call__(self, x: Tensor, gates: Tensor, ids: Tensor) -> Tensor:

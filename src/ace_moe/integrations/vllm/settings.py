@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -17,9 +18,11 @@ from ...policies import Policy, TokenPolicy
 
 logger = logging.getLogger("vllm.ace_moe")
 EXECUTORS = ("auto", "redirect")
-ROUTINGS = ("vllm", "fused")  # vLLM's own top-k and then the rule, or both in one kernel of ours (GPU)
-MOST_KERNEL_TOKENS = 32  # tokens up to which our decode kernels are used where the user asks for them
-AUTO_KERNEL_TOKENS = 16  # … and where the choice is ours
+ROUTINGS = (
+    "fused",
+    "vllm",
+)  # top-k and rule in one kernel of ours where it knows the router (GPU), or vLLM's and then the rule
+EVERY = sys.maxsize  # tokens: our kernels run steps of any size
 
 
 @dataclass(frozen=True)
@@ -34,7 +37,7 @@ class Settings:
     allow_other_weights: bool = False
     kernels: bool | int | str = "auto"
     executor: str = "auto"
-    routing: str = "vllm"
+    routing: str = "fused"
     policy_settings: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
@@ -62,7 +65,7 @@ class Settings:
             raise IntegrationError(f"`routing` is one of {', '.join(ROUTINGS)}, not {self.routing!r}.")
         if self.kernels != "auto" and not isinstance(self.kernels, int):
             raise IntegrationError(
-                f'`kernels` is "auto", true, false or the largest number of tokens for our decode kernels, not {self.kernels!r}.'
+                f'`kernels` is "auto", true, false or the largest number of tokens for our kernels, not {self.kernels!r}.'
             )
 
     @property
@@ -71,10 +74,8 @@ class Settings:
 
     @property
     def kernel_tokens(self) -> int:
-        """Up to how many tokens our decode kernels run the experts, where they can."""
-        if self.kernels == "auto":
-            return AUTO_KERNEL_TOKENS
-        return {True: MOST_KERNEL_TOKENS, False: 0}.get(self.kernels, int(self.kernels))  # type: ignore[call-overload]
+        """Up to how many tokens our kernels run the experts, where they can."""
+        return EVERY if self.kernels == "auto" or self.kernels is True else int(self.kernels)
 
     def open(self, model: str | Path) -> ACE:
         """The plan in use: thresholds looked up, policy checked; same errors and words as in transformers."""

@@ -1,0 +1,56 @@
+"""Our kernels on vLLM's layout of weights: the sum over the kept slots, or a word on why they cannot run a layer."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from serving_parts import EXPERTS, experts, layer, routing
+from torch import Tensor
+
+from ace_moe.integrations.vllm.kernels import Kernels, unfit
+
+
+def unquantised(tokens: int) -> tuple[Any, Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(4)
+    w13, w2 = (torch.randn(EXPERTS, *s, generator=generator) / 8 for s in ((64, 48), (48, 32)))
+    module = experts("TritonExperts", device="cpu", w13_weight=w13, w2_weight=w2)
+    gates, ids = layer(taus=(0.15, 0.15)).route(*routing(tokens))
+    return module, torch.randn(tokens, 48, generator=generator), gates, ids
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 8, 20])
+@pytest.mark.parametrize(("dtype", "rtol", "atol"), [(torch.float32, 1e-4, 1e-5), (torch.float16, 1e-2, 2e-3)])
+def test_our_kernels_run_vllms_layout(tokens: int, dtype: torch.dtype, rtol: float, atol: float) -> None:
+    """Gate then up in w13 [E, 2m, d], w2 [E, d, m]; slots with id −1 are not run; gates stay fp32 as vLLM has them."""
+    pytest.importorskip("triton", reason="the kernels run in Triton's interpreter")
+    module, x, gates, ids = unquantised(tokens)
+    kernels = Kernels.of(module, module.quant_method.moe_kernel.fused_experts)
+    assert isinstance(kernels, Kernels)
+    gate, up = torch.einsum("eab,tb->tea", module.w13_weight, x).chunk(2, -1)
+    every = torch.einsum("eab,teb->tea", module.w2_weight, torch.nn.functional.silu(gate) * up)
+    chosen = every.gather(1, ids.clamp(min=0).long().unsqueeze(-1).expand(-1, -1, 48))
+    expected = (chosen * gates.unsqueeze(-1)).sum(1)
+    module.w13_weight, module.w2_weight = (w.to(dtype) for w in (module.w13_weight, module.w2_weight))
+    found = kernels(x.to(dtype), gates, ids)
+    assert found.dtype == dtype
+    torch.testing.assert_close(found.float(), expected, rtol=rtol, atol=atol)
+
+
+def test_our_kernels_say_what_they_cannot_run() -> None:
+    module, *_ = unquantised(1)
+    kernel = module.quant_method.moe_kernel.fused_experts
+    assert unfit(module, kernel) == ""
+    for name, value in (("expert_map", torch.arange(4)), ("activation", "gelu"), ("swiglu_limit", 7.0)):
+        changed = SimpleNamespace(**{**vars(module), name: value})
+        assert unfit(changed, kernel)
+    assert "back end" in unfit(module, object())
+
+
+def test_where_the_choice_is_ours_only_measured_gpus_get_them() -> None:
+    pytest.importorskip("triton", reason="without it the kernels say so first")
+    module, *_ = unquantised(1)
+    found = Kernels.of(module, module.quant_method.moe_kernel.fused_experts, measured=True)
+    assert isinstance(found, str) and "not measured" in found
