@@ -14,8 +14,9 @@ from pathlib import Path
 import torch
 from check_gpu import experts_module
 from transformers.integrations.moe import grouped_mm_experts_forward
-from tune import EXPERTS, HIDDEN, MIDDLE, TOP_K, graph_time, layer, read_ceiling, routing
+from tune import EXPERTS, HIDDEN, MIDDLE, TOP_K, graph_time, layer, routing
 
+from ace_moe.bench.run import read_rate
 from ace_moe.dispatch import FastPath
 from ace_moe.dispatch import experts as dispatch
 from ace_moe.dispatch.routing import TopK, reference
@@ -101,7 +102,7 @@ def main() -> None:
     options = parser.parse_args()
     weights = [layer(seed) for seed in range(8)]
     modules = stock_layers(weights)
-    ceiling = read_ceiling()
+    ceiling = read_rate(torch.device("cuda"))
     print(f"{torch.cuda.get_device_name()}, read ceiling {ceiling:.2f} TB/s")
     rows = []
     for tokens in options.tokens:

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+from ace_moe.bench.run import read_rate
 from ace_moe.dispatch import experts as dispatch
 from ace_moe.dispatch.activation import SILU, Activation
 from ace_moe.dispatch.config import Tiles
@@ -114,13 +115,6 @@ def layers_time(tokens: int, skip: float, layers: list[dispatch.Weights]) -> flo
     return graph_time(lambda: [dispatch.run(*i, w, arrived) for i, w in zip(inputs, layers, strict=True)]) / len(layers)
 
 
-def read_ceiling() -> float:
-    """TB/s of reading 8 GB once."""
-    big = torch.empty(2 << 30, dtype=torch.float32, device="cuda").normal_()
-    micros = graph_time(lambda: torch.sum(big))
-    return big.numel() * 4 / micros / 1e6
-
-
 def best(tokens: int, layers: list[dispatch.Weights], skip: float) -> tuple[list[tuple[float, Tiles]], float]:
     found = []
     for tiles in candidates(tokens):
@@ -166,7 +160,7 @@ def main() -> None:
         process.join()
     print(f"{len(work)} candidates compiled in {time.time() - started:.0f} s", flush=True)
     layers = [layer(seed) for seed in range(options.layers)]
-    result = {"ceiling_tb_s": read_ceiling(), "device": torch.cuda.get_device_name(), "tokens": {}}
+    result = {"ceiling_tb_s": read_rate(torch.device("cuda")), "device": torch.cuda.get_device_name(), "tokens": {}}
     print(result, flush=True)
     for tokens in options.tokens:
         found, _ = best(tokens, layers, options.skip)
