@@ -104,7 +104,9 @@ def main() -> None:
     path = Path("agreement-plan.safetensors").absolute()
     plan = build_plan(options.model)
     plan.save(path)
-    results: dict[str, Any] = {"command": "python benchmarks/serving_agreement.py " + " ".join(sys.argv[1:])}
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    command = "python benchmarks/serving_agreement.py " + " ".join([Path(options.model).name, *sys.argv[2:]])
+    results: dict[str, Any] = {"command": command, "device": device, "torch": torch.__version__}
     threshold = None
     for dtype in options.dtypes:
         wanted = references(options.model, plan, dtype, threshold, options)

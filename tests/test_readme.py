@@ -94,6 +94,12 @@ def test_serving_page_is_the_stored_result():
         row["equal_tokens"] == row["tokens"] == 192 and row["kept"] == row["kept_transformers"] for row in agreement
     )
     assert max(row["worst_prompt_logprob"] for row in agreement) <= 5e-6 and "at most 5e-06" in page
+    bf16 = [
+        row["equal_tokens"] for name, row in stored("serving_agreement_cpu.json").items() if name.startswith("bfloat16")
+    ]
+    assert f"agree on {bf16[0]} of 192 tokens with nothing skipped and on all {bf16[1]} at 50 %" in " ".join(
+        page.split()
+    )
 
 
 def test_layer_claims_hold():
