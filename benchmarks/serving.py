@@ -1,7 +1,7 @@
 """vLLM with and without skipping, interleaved in one run: TPOT by batch size and TTFT, on one GPU, by shape alone.
 
     python benchmarks/serving.py --repeats 7 --out benchmarks/results/serving_h200.json
-    python benchmarks/serving.py --tiny --batches 1 4 --ttft 2x64      # a few minutes on a CPU, to try the script
+    python benchmarks/serving.py --tiny --eager --batches 1 4 --ttft 2x64      # two minutes on a CPU, to try the script
 
 Two engines share the GPU: vLLM as it is, and vLLM with the plugin, whose threshold is changed while it runs. Weights are
 dummy weights made realistic (norms 1, embeddings N(0, 10) so that tokens stay apart, everything else N(0, 0.02)), so routing
@@ -19,7 +19,6 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +29,7 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 import torch
 
 from ace_moe.bench.shapes import QWEN3_30B
+from ace_moe.budget import bisect
 from ace_moe.integrations.vllm import engine_args, register
 from ace_moe.integrations.vllm.control import AceWorker, merge
 
@@ -127,9 +127,8 @@ def start(model: Path, options: argparse.Namespace, **ace: Any) -> Any:
     graphs: dict[str, Any] = {"enforce_eager": True} if options.eager else {
         "compilation_config": {"cudagraph_capture_sizes": SIZES}
     }  # fmt: skip
-    if torch.cuda.is_available():
-        graphs |= {"gpu_memory_utilization": options.memory, "kv_cache_memory_bytes": int(options.cache * 2**30)}
-    arguments = {"worker_extension_cls": "serving.BenchWorker", **graphs}
+    memory = {"gpu_memory_utilization": options.memory, "kv_cache_memory_bytes": int(options.cache * 2**30)}
+    arguments = {"worker_extension_cls": "serving.BenchWorker", **memory, **graphs}
     llm = LLM(
         str(model), load_format="dummy", skip_tokenizer_init=True, max_model_len=options.length, max_num_seqs=max(SIZES),
         max_num_batched_tokens=16384, enable_prefix_caching=False, disable_log_stats=False, seed=0, **{**ace, **arguments},
@@ -161,19 +160,8 @@ def ratios(llm: Any) -> dict[str, float]:
     return {phase: report[phase]["realised"] for phase in ("prefill", "decode")}
 
 
-def settle(llm: Any, ratio: float, phase: str, run: Callable[[], object]) -> float:
-    """τ at which `run` realises the ratio in its phase, by bisection on the running engine."""
-    low, high = 0.0, 0.5
-    for _ in range(12):
-        tau = (low + high) / 2
-        llm.collective_rpc("ace_set", kwargs={"threshold": tau})
-        llm.collective_rpc("ace_reset")
-        run()
-        found = ratios(llm)[phase]
-        if abs(found - ratio) < 0.002:
-            break
-        low, high = (tau, high) if found < ratio else (low, tau)
-    return tau
+def phase_of(tokens: int) -> str:
+    return "prefill" if tokens == 1 else "decode"
 
 
 class Run:
@@ -215,10 +203,14 @@ class Run:
 
     def threshold(self, batch: int, prompt: int, tokens: int) -> float:
         """τ for the ratio at this size: a few tokens are not like a thousand."""
-        phase = "prefill" if tokens == 1 else "decode"
-        return settle(
-            self.ace, self.options.ratio, phase, lambda: generate(self.ace, batch, prompt, tokens, 7, self.vocabulary)
-        )
+
+        def realised(tau: float) -> float:
+            self.ace.collective_rpc("ace_set", kwargs={"threshold": tau})
+            self.ace.collective_rpc("ace_reset")
+            generate(self.ace, batch, prompt, tokens, 7, self.vocabulary)
+            return ratios(self.ace)[phase_of(tokens)]
+
+        return bisect(realised, self.options.ratio, 0.002, 14).threshold
 
     def ways(self, tau: float) -> list[tuple[str, Any, float | None]]:
         stock: list[tuple[str, Any, float | None]] = [("vLLM", self.stock, None)] if self.stock else []
@@ -228,7 +220,6 @@ class Run:
         """Interleaved repeats; one row for each way."""
         ways = self.ways(self.threshold(batch, prompt, tokens))
         times: dict[str, list[float]] = {name: [] for name, *_ in ways}
-        phase = "prefill" if tokens == 1 else "decode"
         found: dict[str, list[float]] = {name: [] for name, *_ in ways}
         for repeat in range(self.options.repeats + 1):
             for name, llm, tau in ways:
@@ -238,7 +229,7 @@ class Run:
                 wall, per_token = generate(llm, batch, prompt, tokens, repeat, self.vocabulary)
                 if repeat:  # the first warms up
                     times[name].append(1e3 * (wall if tokens == 1 else per_token))
-                found[name].append(0.0 if tau is None else ratios(llm)[phase])
+                found[name].append(0.0 if tau is None else ratios(llm)[phase_of(tokens)])
         base = statistics.median(next(iter(times.values())))
         for name, _, tau in ways:
             values = times[name]
@@ -282,7 +273,7 @@ def main() -> None:
     )
     parser.add_argument("--no-stock", action="store_true", help="leave out the engine without the plugin")
     parser.add_argument("--eager", action="store_true", help="no compilation, no CUDA graphs")
-    parser.add_argument("--memory", type=float, default=0.46, help="share of the GPU for each engine")
+    parser.add_argument("--memory", type=float, default=0.46, help="share of the memory for each engine")
     parser.add_argument("--cache", type=float, default=3.0, help="GiB of KV cache for each engine")
     parser.add_argument("--length", type=int, default=1280, help="longest sequence")
     parser.add_argument("--out", type=Path)

@@ -14,14 +14,14 @@ import gc
 import json
 import os
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-os.environ.setdefault(
-    "TRITON_F32_DEFAULT", "ieee"
-)  # or vLLM's fp32 products on a GPU are TF32, and near ties route otherwise
+# or fp32 products on a GPU are TF32, and near ties route the other way
+os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "serving"))
 
 import torch
@@ -106,7 +106,12 @@ def main() -> None:
     plan.save(path)
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     command = "python benchmarks/serving_agreement.py " + " ".join([Path(options.model).name, *sys.argv[2:]])
-    results: dict[str, Any] = {"command": command, "device": device, "torch": torch.__version__}
+    results: dict[str, Any] = {
+        "command": command,
+        "device": device,
+        "torch": torch.__version__,
+        "vllm": version("vllm"),
+    }
     threshold = None
     for dtype in options.dtypes:
         wanted = references(options.model, plan, dtype, threshold, options)

@@ -166,14 +166,19 @@ def correct(run: Pass, fit: Fit, tolerance: float = 5e-4, max_passes: int = 6) -
 
 def search(run: Pass, budget: float, tolerance: float = 5e-4, max_passes: int = 24) -> Fit:
     """Binary search over τ with a pass of the skipped model at each step: what quantile mapping is compared with."""
+    return bisect(lambda tau: run(tau).ratio(tau), budget, tolerance, max_passes)
+
+
+def bisect(realised: Callable[[float], float], budget: float, tolerance: float, max_passes: int) -> Fit:
+    """The τ in [0, 1] whose realised ratio comes closest to the budget."""
     low, high = 0.0, 1.0
     best = Fit(budget, 0.0, 0.0, 0, corrected=True)
     for done in range(1, max_passes + 1):
         tau = math.ceil((low + high) / 2 * BINS) / BINS
-        realised = run(tau).ratio(tau)
-        if abs(realised - budget) <= abs(best.realised - budget):
-            best = Fit(budget, tau, realised, done, corrected=True)
-        if abs(realised - budget) <= tolerance or high - low <= 1 / BINS:
+        found = realised(tau)
+        if abs(found - budget) <= abs(best.realised - budget):
+            best = Fit(budget, tau, found, done, corrected=True)
+        if abs(found - budget) <= tolerance or high - low <= 1 / BINS:
             break
-        low, high = (tau, high) if realised < budget else (low, tau)
+        low, high = (tau, high) if found < budget else (low, tau)
     return Fit(budget, best.threshold, best.realised, done, corrected=True)

@@ -182,22 +182,20 @@ def run_engine(
     return json.loads((folder / "out.json").read_text())
 
 
+def run_script(name: str, *files: Path, timeout: int) -> subprocess.CompletedProcess[str]:
+    """A script of this folder in a process of its own; what it printed is in `stdout`."""
+    command = [sys.executable, str(HERE / name), *map(str, files)]
+    output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.run(command, env=environment(), timeout=timeout, check=False, **output)
+
+
 def start_engine(
     folder: Path, model: Path, ace: dict[str, Any] | None, steps: list[dict[str, Any]], **llm: Any
 ) -> subprocess.CompletedProcess[str]:
     folder.mkdir(parents=True, exist_ok=True)
     spec = {"model": str(model), "prompts": prompts(), "max_tokens": MAX_TOKENS, "ace": ace, "llm": llm, "steps": steps}
     (folder / "spec.json").write_text(json.dumps(spec))
-    command = [sys.executable, str(HERE / "serving_engine.py"), str(folder / "spec.json"), str(folder / "out.json")]
-    return subprocess.run(
-        command,
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=900,
-        check=False,
-    )
+    return run_script("serving_engine.py", folder / "spec.json", folder / "out.json", timeout=900)
 
 
 def load_fp32(folder: Path) -> PreTrainedModel:

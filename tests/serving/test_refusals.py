@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from serving_cases import HERE, Case, environment
+from serving_cases import Case, run_script
 
 from ace_moe.plan import Plan
 
@@ -65,15 +63,6 @@ def test_engine_says_why_it_does_not_start(case_of: Callable[[str], Case], tmp_p
 
 def attempts(folder: Path, spec: list[dict[str, Any]]) -> list[str]:
     (folder / "spec.json").write_text(json.dumps(spec))
-    command = [sys.executable, str(HERE / "serving_refusals.py"), str(folder / "spec.json"), str(folder / "said.json")]
-    done = subprocess.run(
-        command,
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=600,
-        check=False,
-    )
+    done = run_script("serving_refusals.py", folder / "spec.json", folder / "said.json", timeout=600)
     assert done.returncode == 0, done.stdout[-6000:]
     return json.loads((folder / "said.json").read_text())

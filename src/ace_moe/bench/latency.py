@@ -14,13 +14,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, StaticCache
+from transformers import AttentionInterface, PreTrainedModel, StaticCache
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from ..decoding import Decoder
-from ..integrations.attention import WHOLE
 from ..integrations.layerwise import compiled_layers
 
 STEPS = 16  # tokens of one timed decode
+# SDPA under a name that transformers knows no mask for: while a CUDA graph is recorded it would make one, which a whole
+# prompt without padding does not need and which costs SDPA its fastest kernel
+WHOLE = "ace_whole"
+AttentionInterface.register(WHOLE, sdpa_attention_forward)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from transformers.integrations.moe import ExpertsInterface
 
 from ..ace import ACE
-from ..budget import Histogram
+from ..budget import bisect
 from ..offline import build_plan
 from .latency import Generated, Prompt, Steps, Timing, random_ids
 from .routing import observe
@@ -23,7 +23,7 @@ PAPER = ((256, 1), (512, 1), (1024, 1), (1024, 2), (1024, 4))  # the rows of the
 UNRULED = "ace_unruled"  # our kernels with the router's own slots: what the rule itself costs
 GENERATE = "generate:"
 REPEATS = 5
-ROUNDS, CLOSE = 14, 0.002  # of looking for the threshold that realises a ratio
+ROUNDS, CLOSE = 16, 0.002  # of looking for the threshold that realises a ratio
 
 
 def _unruled(module: Any, hidden: Any, ids: Any, gates: Any) -> Any:
@@ -69,17 +69,7 @@ class Bench:
     def __init__(self, model: PreTrainedModel, ratios: Sequence[float], say: Callable[[Row], None], plan: Any = None):
         self.model, self.ratios, self.say = model, ratios, say
         self.ace = ACE(plan or build_plan(model))
-        self.taus = self._thresholds()
-
-    @torch.no_grad()
-    def _thresholds(self) -> dict[float, float]:
-        """τ for each ratio on random tokens: the text a random model knows."""
-        seen = Histogram()
-        with self.ace(self.model):
-            for skipper in self.ace.skippers:
-                skipper.observer = seen
-            self.model(input_ids=random_ids(self.model, 1, 1024), use_cache=False, logits_to_keep=1)
-        return {ratio: seen.threshold(ratio) for ratio in self.ratios}
+        self.taus: dict[float, float] = {}
 
     def prefill(self, tokens: int, batch: int, stock: Sequence[str]) -> Iterator[Row]:
         """Rows of TTFT. Stock's `eager` loops on the host and runs uncompiled."""
@@ -113,7 +103,7 @@ class Bench:
             cases += self._unruled(make) if what == "tpot" else []
             time = make("ace")
             cases += [Case("ace", ratio, time, ours=True) for ratio in self.ratios]
-            self._settle([case for case in cases if case.ours])
+            self.taus = {case.ratio: self._settled(case) for case in cases if case.ours}
             for case, timing, realised in self._in_turn(cases):
                 row = Row(what, case.path, *size, case.ratio, realised, timing.wall, timing.gpu, timing.spread)
                 row = self._described(row, case)
@@ -136,23 +126,16 @@ class Bench:
             for path, kind in zip(fast, kinds, strict=True):
                 path.top_k = kind  # type: ignore[union-attr]
 
-    def _settle(self, cases: Sequence[Case]) -> None:
-        """Thresholds at which this very size realises its ratio: a few tokens are not like a thousand."""
-        for case in cases:
-            low, high = 0.0, 2 * self.taus[case.ratio]
-            for _ in range(ROUNDS if case.ratio else 0):
-                missing = case.ratio - self._realised(case)
-                if abs(missing) < CLOSE:
-                    break
-                tau = self.taus[case.ratio]
-                low, high = (tau, high) if missing > 0 else (low, tau)
-                self.taus[case.ratio] = (low + high) / 2
+    def _settled(self, case: Case) -> float:
+        """τ at which this very size realises its ratio: a few tokens are not like a thousand."""
+        if not case.ratio:
+            return 0.0
+        return bisect(lambda tau: self._once(case, tau)[1], case.ratio, CLOSE, ROUNDS).threshold
 
-    def _realised(self, case: Case) -> float:
-        self.ace.set_threshold(self.taus[case.ratio])
+    def _once(self, case: Case, tau: float) -> tuple[Timing, float]:
+        self.ace.set_threshold(tau)
         self.ace.reset()
-        case.time(1)
-        return self.ace.realised
+        return case.time(1), self.ace.realised if case.ours else 0.0
 
     def _in_turn(self, cases: Sequence[Case]) -> list[tuple[Case, Timing, float]]:
         """Each case once per round; medians over the rounds."""
@@ -160,10 +143,8 @@ class Bench:
         realised = [0.0] * len(cases)
         for _ in range(REPEATS):
             for i, case in enumerate(cases):
-                self.ace.set_threshold(self.taus.get(case.ratio, 0.0))
-                self.ace.reset()
-                found[i].append(case.time(1))
-                realised[i] = self.ace.realised if case.ours else 0.0
+                timing, realised[i] = self._once(case, self.taus.get(case.ratio, 0.0))
+                found[i].append(timing)
         return [(case, _middle(times), ratio) for case, times, ratio in zip(cases, found, realised, strict=True)]
 
     def _described(self, row: Row, case: Case) -> Row:

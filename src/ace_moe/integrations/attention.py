@@ -16,7 +16,6 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 IMPLEMENTATION = "ace_decode"
-WHOLE = "ace_whole"
 UNKNOWN = ("softcap", "s_aux", "position_bias")  # arguments that change the formula
 
 
@@ -52,13 +51,5 @@ def forward(
     return attend(query, key, value, attention_mask, workspace(query.device), scale), None
 
 
-def whole(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: None = None, **options: Any
-) -> tuple[Tensor, None]:
-    """SDPA over whole prompts without padding."""
-    return sdpa_attention_forward(module, query, key, value, None, **options)
-
-
 AttentionInterface.register(IMPLEMENTATION, forward)
 AttentionMaskInterface.register(IMPLEMENTATION, sdpa_mask)
-AttentionInterface.register(WHOLE, whole)  # and no mask, which transformers would make while a CUDA graph is recorded

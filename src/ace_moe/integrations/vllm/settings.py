@@ -18,10 +18,8 @@ from ...policies import Policy, TokenPolicy
 
 logger = logging.getLogger("vllm.ace_moe")
 EXECUTORS = ("auto", "redirect")
-ROUTINGS = (
-    "fused",
-    "vllm",
-)  # top-k and rule in one kernel of ours where it knows the router (GPU), or vLLM's and then the rule
+# top-k and rule in one kernel of ours where it knows the router (GPU), or vLLM's own top-k and then the rule
+ROUTINGS = ("fused", "vllm")
 EVERY = sys.maxsize  # tokens: our kernels run steps of any size
 
 
