@@ -47,9 +47,8 @@ def vllm_time(inputs, weights):
 
 def measure(tokens, skip, weights, modules):
     inputs = [routing(tokens, skip, seed) for seed in range(len(weights))]
-    arrived = dispatch.arrivals(max(tokens, 1), HIDDEN, torch.device("cuda"))
     pairs = list(zip(inputs, weights, modules, strict=True))
-    ours = graph_time(lambda: [dispatch.run(*i, w, arrived) for i, w, _ in pairs]) / len(weights)
+    ours = graph_time(lambda: [dispatch.run(*i, w) for i, w, _ in pairs]) / len(weights)
     with torch.no_grad():
         compact = [(x, ids, gates.bfloat16()) for x, ids, gates in inputs]
         stock = graph_time(
@@ -65,7 +64,7 @@ def measure(tokens, skip, weights, modules):
 def deciding(tokens):
     """Microseconds of the rule alone, of routing and rule in one kernel, and of stock's softmax and top-k."""
     policy = make("ace")
-    fast = FastPath(None, policy, None)
+    fast = FastPath(None, policy)
     fast.top_k = TopK(TOP_K, False, True)
     logits = torch.randn(tokens, EXPERTS, device="cuda").bfloat16()
     tables = {n: torch.rand(EXPERTS, device="cuda") + 0.5 for n in ("gsp", "rcr")}

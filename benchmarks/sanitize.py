@@ -52,7 +52,7 @@ def run_experts() -> None:
 def run_rule_and_attention() -> None:
     tables = {n: torch.rand(EXPERTS, device="cuda") for n in ("gsp", "rcr")}
     threshold, counts = torch.tensor(0.3, device="cuda"), torch.zeros(2, dtype=torch.int64, device="cuda")
-    fast = FastPath(None, make("ace", min_active=2, min_mass=0.3), None)
+    fast = FastPath(None, make("ace", min_active=2, min_mass=0.3))
     fast.top_k = TopK(TOP_K, False, True)
     for tokens in (1, 70):
         logits = torch.randn(tokens, EXPERTS, device="cuda")

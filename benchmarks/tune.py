@@ -49,14 +49,13 @@ def routing(tokens: int, skip: float, seed: int = 0) -> tuple[torch.Tensor, torc
 def candidates(tokens: int) -> list[Tiles]:
     """Where two products are tuned apart, up varies with a fixed down, then the other way round."""
     if tokens <= dispatch.ONE:
-        ups = [(bn, bk, w, 1) for bn in (1, 2, 4, 8) for bk in (512, 1024, 2048) for w in (2, 4, 8)]
-        downs = [(bn, bk, w, 1) for bn in (1, 2, 4) for bk in (256, 1024) for w in (1, 2, 4, 8)]
-        return [Tiles(0, *c, 1, 1024, 1, 1) for c in ups] + [Tiles(0, 2, 1024, 4, 1, *c) for c in downs]
-    if tokens <= dispatch.FEW:
-        base = (16, 256, 4, 4)
-        shapes = [(bn, bk, w, s) for bn in (16, 32, 64) for bk in (64, 128, 256) for w in (2, 4, 8) for s in (3, 4, 6)]
-        shapes = [c for c in shapes if 24_000 <= 2 * c[0] * c[1] * c[3] <= 110_000 or c[0] * c[1] <= 4096]
-        return [Tiles(0, *c, *base) for c in shapes] + [Tiles(0, *base, *c) for c in shapes]
+        ups = [(bn, bk, w, 1) for bn in (1, 2, 4) for bk in (512, 1024, 2048) for w in (1, 2, 4, 8)]
+        downs = [
+            (slots, bn, bk, w, ahead)
+            for slots, bn, bk, w, ahead in itertools.product((2, 4, 8), (2, 4, 8), (256, 1024), (2, 4), (1, 2, 3))
+            if 48 <= ahead * slots * bn * bk // (16 * w) <= 256  # bytes a thread holds
+        ]
+        return [Tiles(4, *up, 4, 256, 2, 2) for up in ups] + [Tiles(d[0], 2, 512, 1, 1, *d[1:]) for d in downs]
     rows = tokens * TOP_K // EXPERTS
     heights = (
         [(16, 16)]
@@ -66,7 +65,19 @@ def candidates(tokens: int) -> list[Tiles]:
         else [(128, 128), (128, 64)]
     )
     wide = [(64, 64, 4, 3), (64, 64, 4, 4), (64, 128, 4, 3), (128, 64, 4, 3), (128, 64, 8, 3), (128, 64, 8, 4)]
-    shapes = wide if rows > 16 else [(32, 128, 4, 4), (64, 128, 4, 4), (32, 256, 4, 3), (64, 64, 4, 6)]
+    shapes = (
+        wide
+        if rows > 16
+        else [
+            (16, 256, 4, 4),
+            (32, 128, 4, 4),
+            (32, 128, 2, 4),
+            (32, 128, 4, 6),
+            (64, 64, 4, 6),
+            (64, 128, 4, 4),
+            (32, 256, 4, 3),
+        ]
+    )
     downs = [*shapes, (256, 64, 8, 3), (256, 64, 8, 4)] if rows > 64 else shapes
     base, base_down = shapes[-1], downs[-1]
     ups = [Tiles(bm, *up, *base_down, tail) for (bm, tail), up in itertools.product(heights, shapes)]
@@ -74,7 +85,7 @@ def candidates(tokens: int) -> list[Tiles]:
 
 
 def use(tiles: Tiles) -> None:
-    dispatch.one_tiles = dispatch.few_tiles = dispatch.many_tiles = lambda *_: tiles
+    dispatch.one_tiles = dispatch.many_tiles = lambda *_: tiles
 
 
 def compile_all(work: list[tuple[int, Tiles]], one: int) -> None:
@@ -111,8 +122,7 @@ def graph_time(step, repeats: int = 12) -> float:
 def layers_time(tokens: int, skip: float, layers: list[dispatch.Weights]) -> float:
     """Microseconds per layer, each layer with its own routing."""
     inputs = [routing(tokens, skip, seed) for seed in range(len(layers))]
-    arrived = dispatch.arrivals(max(tokens, 1), HIDDEN, torch.device("cuda"))
-    return graph_time(lambda: [dispatch.run(*i, w, arrived) for i, w in zip(inputs, layers, strict=True)]) / len(layers)
+    return graph_time(lambda: [dispatch.run(*i, w) for i, w in zip(inputs, layers, strict=True)]) / len(layers)
 
 
 def best(tokens: int, layers: list[dispatch.Weights], skip: float) -> tuple[list[tuple[float, Tiles]], float]:
@@ -133,8 +143,8 @@ def merged(found: list[tuple[float, Tiles]], tokens: int) -> Tiles:
     ups = {t for t in every if t[5:9] == every[0][5:9]}
     downs = {t for t in every if t[1:5] == every[-1][1:5]}
     up = next(t for _, t in found if t in ups)
-    down = next(t for _, t in found if t in downs and (t.bm, t.tail) == (up.bm, up.tail))
-    return Tiles(up.bm, *up[1:5], *down[5:9], up.tail)
+    down = next(t for _, t in found if t in downs and (tokens <= dispatch.ONE or (t.bm, t.tail) == (up.bm, up.tail)))
+    return Tiles(down.bm, *up[1:5], *down[5:9], up.tail)
 
 
 def main() -> None:

@@ -82,7 +82,7 @@ def the_rest() -> None:
     tables = {n: torch.ones(128) for n in ("gsp", "rcr")}
     counts, threshold = torch.zeros(2, dtype=torch.int64), torch.tensor(0.1)
     for policy in (make("ace"), make("share", gain="kept", min_active=2, min_mass=0.3)):
-        fast = FastPath(None, policy, None)
+        fast = FastPath(None, policy)
         fast.top_k = TopK(8, False, True)
         for tokens in (1, 300):
             ids, gates = torch.zeros(tokens, 8, dtype=torch.int64), torch.zeros(tokens, 8, dtype=torch.bfloat16)

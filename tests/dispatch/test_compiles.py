@@ -18,4 +18,4 @@ def test_kernels_compile(capability, tmp_path):
     program = [sys.executable, str(Path(__file__).with_name("compile_kernels.py")), str(capability)]
     done = subprocess.run(program, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
-    assert all(name in done.stdout for name in ("one_down", "few_up", "many_down", "decide", "route", "attend"))
+    assert all(name in done.stdout for name in ("one_down", "many_down", "sort", "place", "decide", "route", "attend"))

@@ -56,7 +56,7 @@ def test_rule_kernel_is_the_rule(policy, kind, tokens, k):
         tau = tau + 1e-4 if tokens and bool(((c - tau).abs() < 1e-6).any()) else tau
         routing = routing._replace(threshold=torch.tensor(tau, device=DEVICE))
         counts = torch.zeros(2, dtype=torch.int64, device=DEVICE)
-        new_ids, new_gates = FastPath(None, policy, None).rule(routing, counts, EXPERTS)
+        new_ids, new_gates = FastPath(None, policy).rule(routing, counts, EXPERTS)
         expected = policy.route(routing)
         assert torch.equal(new_ids, torch.where(expected.keep, ids, EXPERTS))
         torch.testing.assert_close(new_gates, expected.gates, rtol=2e-6, atol=1e-7)
@@ -115,11 +115,37 @@ def test_experts_on_odd_shapes(tokens, case):
     crowded[:, 0] = 5
     crowded[:, 1:] = torch.where(crowded[:, 1:] == 5, EXPERTS, crowded[:, 1:])
     nothing = torch.full_like(ids, EXPERTS)
-    arrived = dispatch.arrivals(max(tokens, 1), 40, torch.device(DEVICE))
     for routed in (ids, skipped, crowded, nothing):
-        y = dispatch.run(x, routed, gates, weights, arrived)
+        y = dispatch.run(x, routed, gates, weights)
         torch.testing.assert_close(y.double(), dense(x, routed, gates, weights), rtol=1e-4, atol=1e-5)
-        assert int(arrived.abs().sum()) == 0, "the workspace must be zero after every call"
+
+
+@pytest.mark.parametrize("k", [1, 2, 5])
+def test_any_number_of_slots_a_token(k):
+    """Also fewer than the down product takes at a time, and numbers that are no power of two."""
+    weights = make_weights(EXPERTS, 40, 24, SILU)
+    ids, gates = random_routing(2, k, "free")
+    x = torch.randn(2, 40, generator=torch.Generator().manual_seed(2)).to(DEVICE)
+    for routed in (ids, torch.where(torch.arange(k, device=DEVICE) == 0, -1, ids)):
+        expected = dense(x, torch.where(routed < 0, EXPERTS, routed), gates, weights)
+        torch.testing.assert_close(dispatch.run(x, routed, gates, weights).double(), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("limit", [0, 1024], ids=["two launches", "one launch"])
+@pytest.mark.parametrize("tokens", [6, 200])
+def test_sorted_slots_and_their_tiles(tokens, limit, monkeypatch):
+    """Every kept slot once, beside its expert's others, in tiles that hold no more than they say."""
+    monkeypatch.setattr(dispatch, "SORTED", limit)
+    g = torch.Generator().manual_seed(tokens)
+    ids = torch.randint(-1, EXPERTS + 1, (tokens, 5), generator=g).to(DEVICE)
+    ids[:, 0] = 7
+    order, used, expert, start, rows = (t.cpu() for t in dispatch._sorted(ids, EXPERTS, 16))
+    flat, seen = ids.flatten().cpu(), []
+    for i in range(int(used[0])):
+        slots = order[start[i] : start[i] + rows[i]].tolist()
+        assert 0 < len(slots) <= 16 and set(flat[slots].tolist()) == {int(expert[i])}
+        seen += slots
+    assert sorted(seen) == [i for i, e in enumerate(flat.tolist()) if 0 <= e < EXPERTS]
 
 
 @pytest.mark.parametrize("kind", [SILU, RELU_SQUARED])
@@ -217,13 +243,11 @@ def test_activations_are_recognised_by_behaviour():
 def test_operators_compile():
     ids, gates = random_routing(3, 4, "sum")
     weights, counts = make_weights(EXPERTS, 32, 16, SILU), torch.zeros(2, dtype=torch.int64, device=DEVICE)
-    x, arrived = torch.randn(3, 32, device=DEVICE), dispatch.arrivals(32, 32, torch.device(DEVICE))
+    x = torch.randn(3, 32, device=DEVICE)
 
     def step(x, ids, gates, tau):
         ids, gates = ops.rule(ids, gates, None, None, tau, None, counts, EXPERTS, 0, 2, 1, 0.0)
-        return ops.run_experts(
-            x, ids, gates, weights.w_in, weights.w_out, None, None, arrived, True, False, False, 0, 1.0, 0.0
-        )
+        return ops.run_experts(x, ids, gates, weights.w_in, weights.w_out, None, None, True, False, False, 0, 1.0, 0.0)
 
     tau = torch.tensor(0.25, device=DEVICE)
     expected = step(x, ids, gates, tau)

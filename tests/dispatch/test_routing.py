@@ -26,7 +26,7 @@ def test_one_kernel_equals_top_k_and_rule(kind, policy, tokens):
     g = torch.Generator().manual_seed(0)
     logits = torch.randn(tokens, 20, generator=g).to(DEVICE)
     tables = {n: (torch.rand(20, generator=g) + 0.5).to(DEVICE) for n in ("gsp", "rcr")}
-    fast = FastPath(None, policy, None)
+    fast = FastPath(None, policy)
     fast.top_k = kind
     for tau in (0.0, 1.02 / kind.top_k):
         counts, threshold = torch.zeros(2, dtype=torch.int64, device=DEVICE), torch.tensor(tau, device=DEVICE)

@@ -28,8 +28,8 @@ RULED = (Ace, Gsp, Rcr, Share)  # policies the rule kernel decides
 class FastPath:
     """One layer's kernels: the rule for policies they know, and the experts."""
 
-    def __init__(self, layout: Layout, policy: Policy, arrived: Tensor):
-        self.layout, self.policy, self.arrived = layout, policy, arrived
+    def __init__(self, layout: Layout, policy: Policy):
+        self.layout, self.policy = layout, policy
         self.top_k: TopK | None = None  # set where the router is a plain top-k that the kernel can take over
 
     def _tables(self, tables: Mapping[str, Tensor]) -> tuple[Tensor | None, Tensor | None]:
@@ -70,7 +70,7 @@ class FastPath:
         return ops.run_experts(
             hidden, ids, gates, module.gate_up_proj if gated else module.up_proj, module.down_proj,
             getattr(module, "gate_up_proj_bias" if gated else "up_proj_bias", None),
-            getattr(module, "down_proj_bias", None), self.arrived, gated, layout.interleaved, layout.transposed,
+            getattr(module, "down_proj_bias", None), gated, layout.interleaved, layout.transposed,
             *layout.activation, *self._factors(module),
         )  # fmt: skip
 
@@ -99,7 +99,7 @@ def _try(module: nn.Module, policy: Policy, device: torch.device) -> FastPath | 
     if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":  # the interpreter runs kernels on the CPU
         return f"the layer is on {device.type}"
     try:
-        from .experts import FEW, Layout, arrivals
+        from .experts import Layout
     except ImportError:
         return "Triton is not installed"
     if type(policy) not in RULED:
@@ -109,8 +109,7 @@ def _try(module: nn.Module, policy: Policy, device: torch.device) -> FastPath | 
         return layout
     if layout.block and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
         return "this GPU has no FP8"
-    hidden = module.down_proj.shape[2 if layout.transposed else 1]  # type: ignore[index]
-    return FastPath(layout, policy, arrivals(FEW, int(hidden), device))
+    return FastPath(layout, policy)
 
 
 def on_gpu(module: nn.Module) -> str:

@@ -27,21 +27,15 @@ class Tiles(NamedTuple):
 
 
 def one_tiles(tokens: int, d: int, m: int, block: int = 0) -> Tiles:
-    """Two rows at a time and up to 2,048 columns, so that a tile's loads are one burst. `block`: columns per FP8 factor."""
-    deep, narrow = min(2048, triton.next_power_of_2(d)), min(256, triton.next_power_of_2(m))
+    """A product per slot. Down takes `bm` of a token's slots at a time and fetches `stages` tiles ahead.
+
+    `block`: columns per FP8 factor; a tile of the up product holds whole blocks, one of the down product a single one.
+    """
+    deep, wide = (1024, 1024) if tokens == 1 else (512, 256)
+    deep, wide = min(deep, triton.next_power_of_2(d)), min(wide, triton.next_power_of_2(m))
     if block:
-        deep, narrow = max(block, deep), block
-    if tokens == 1:
-        return Tiles(0, 2, deep, 8, 1, 4, narrow, 4, 1)
-    return Tiles(0, 2, max(block, min(1024, deep)), 4, 1, 4, narrow, 8, 1)
-
-
-def few_tiles(tokens: int, d: int, m: int, dtype: torch.dtype) -> Tiles:
-    if dtype == torch.float32:
-        return Tiles(0, 16, 32, 4, 2, 16, 32, 4, 2)
-    if tokens <= 8:
-        return Tiles(0, 32, 128, 4, 4, 64, 64, 4, 6)
-    return Tiles(0, 32, 128, 2, 3, 64, 64, 2, 4)
+        deep, wide = max(block, deep), block
+    return Tiles(2, 2, deep, 4, 1, 2, wide, 2, 2) if tokens == 1 else Tiles(4, 2, deep, 1, 1, 4, wide, 2, 2)
 
 
 def many_tiles(slots_per_expert: int, d: int, m: int, dtype: torch.dtype, large: bool) -> Tiles:

@@ -13,34 +13,29 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from . import few_kernel, many_kernel, one_kernel, sort_kernel
-from .config import Tiles, few_tiles, many_tiles, one_tiles
+from . import many_kernel, one_kernel, sort_kernel
+from .config import Tiles, many_tiles, one_tiles
 from .layout import Layout, Weights
 
-__all__ = ["FEW", "ONE", "Layout", "Weights", "arrivals", "run"]
+__all__ = ["ONE", "Layout", "Weights", "run"]
 
 ONE = 4  # tokens up to which a product per slot is fastest
-FEW = 16  # tokens up to which one program takes all slots of an expert along
+SORTED = 1024  # slots up to which one program sorts them
 BULK: bool | None = None  # whether the copy engine fetches weights; None: where there is one
 
 
-def power_of_two(n: int, least: int = 1) -> int:
-    return max(least, triton.next_power_of_2(n))
+def power_of_two(n: int) -> int:
+    return max(1, triton.next_power_of_2(n))
 
 
-def run(x: Tensor, ids: Tensor, gates: Tensor, weights: Weights, arrived: Tensor | None = None) -> Tensor:
-    """The experts of one layer. `arrived` is a zeroed int32 workspace that calls for few tokens may share."""
+def run(x: Tensor, ids: Tensor, gates: Tensor, weights: Weights) -> Tensor:
+    """The experts of one layer."""
     if x.shape[0] == 0:
         return torch.empty_like(x)
     x, ids, gates = x.contiguous(), ids.contiguous(), gates.contiguous()
     if x.shape[0] <= ONE and not weights.layout.transposed:  # transposed rows are not contiguous
         return _one(x, ids, gates, weights)
-    return _few(x, ids, gates, weights, arrived) if x.shape[0] <= FEW else _many(x, ids, gates, weights)
-
-
-def arrivals(tokens: int, hidden: int, device: torch.device) -> Tensor:
-    """A workspace for `run` that serves any call of at most `tokens` tokens."""
-    return torch.zeros(tokens * triton.cdiv(hidden, 16), dtype=torch.int32, device=device)
+    return _many(x, ids, gates, weights)
 
 
 @cache
@@ -93,42 +88,19 @@ def _one(x: Tensor, ids: Tensor, gates: Tensor, weights: Weights) -> Tensor:
         x, ids, weights.w_in, s_in, b_in, h, experts, d, m, x.stride(0), *weights.strides(weights.w_in), *in_factors,
         b_in.stride(0), TOP_K=k, **early, **_up_options(weights, tiles, d),
     )  # fmt: skip
-    ahead = 2 if tokens == 1 and m > tiles.bk_down else 1  # measured: with more tokens one is faster
     one_kernel.one_down[(triton.cdiv(d, tiles.bn_down), tokens)](
         h, ids, gates, weights.w_out, s_out, b_out, y, experts, d, m, *weights.strides(weights.w_out), *out_factors,
-        TOP_K=k, KP=power_of_two(k), AHEAD=ahead, **early, **_down_options(weights, tiles, m),
-    )  # fmt: skip
-    return y
-
-
-def _few(x: Tensor, ids: Tensor, gates: Tensor, weights: Weights, arrived: Tensor | None) -> Tensor:
-    (tokens, k), (experts, d, m) = ids.shape, weights.shape
-    slots, tiles = tokens * k, _fitting(few_tiles(tokens, d, m, x.dtype), weights)
-    h = torch.empty(slots, m, dtype=x.dtype, device=x.device)
-    partial = torch.empty(slots, d, dtype=torch.float32, device=x.device)
-    y = torch.empty(tokens, d, dtype=x.dtype, device=x.device)
-    if arrived is None:
-        arrived = arrivals(tokens, d, x.device)
-    shared = {"TOP_K": k, "SP": power_of_two(slots), "BM": power_of_two(tokens, 16), **early_start(x.device)}
-    b_in, b_out = _or(weights.b_in, x), _or(weights.b_out, x)
-    s_in, *in_factors = _factors(weights.s_in, x)
-    s_out, *out_factors = _factors(weights.s_out, x)
-    few_kernel.few_up[(triton.cdiv(m, tiles.bn_up), slots)](
-        x, ids, weights.w_in, s_in, b_in, h, slots, experts, d, m, x.stride(0), *weights.strides(weights.w_in),
-        *in_factors, b_in.stride(0), **shared, **_up_options(weights, tiles, d),
-    )  # fmt: skip
-    few_kernel.few_down[(triton.cdiv(d, tiles.bn_down), slots)](
-        h, ids, gates, weights.w_out, s_out, b_out, partial, arrived, y, slots, experts, d, m,
-        *weights.strides(weights.w_out), *out_factors, KP=power_of_two(k), **shared, **_down_options(weights, tiles, m),
+        TOP_K=k, KP=power_of_two(k), KC=min(tiles.bm, power_of_two(k)), KSTEPS=triton.cdiv(m, tiles.bk_down),
+        AHEAD=tiles.stages_down, **early, **_down_options(weights, tiles, m),
     )  # fmt: skip
     return y
 
 
 def _many(x: Tensor, ids: Tensor, gates: Tensor, weights: Weights) -> Tensor:
     (tokens, k), (experts, d, m) = ids.shape, weights.shape
-    slots, large = tokens * k, hopper(x.device)
+    slots, large, early = tokens * k, hopper(x.device), early_start(x.device)
     tiles = _fitting(many_tiles(slots // experts, d, m, x.dtype, large), weights)
-    order, *where = _sorted(ids, experts, tiles.bm)
+    where = _sorted(ids, experts, tiles.bm)
     h = torch.empty(slots, m, dtype=x.dtype, device=x.device)
     parts = torch.empty(slots, d, dtype=x.dtype, device=x.device)
     y = torch.empty(tokens, d, dtype=x.dtype, device=x.device)
@@ -140,19 +112,21 @@ def _many(x: Tensor, ids: Tensor, gates: Tensor, weights: Weights) -> Tensor:
     b_in, b_out = _or(weights.b_in, x), _or(weights.b_out, x)
     s_in, *in_factors = _factors(weights.s_in, x)
     s_out, *out_factors = _factors(weights.s_out, x)
-    shared = {"BM": tiles.bm, "TAIL": tiles.tail}
-    many_kernel.many_up[(triton.cdiv(m, tiles.bn_up), len(where[0]))](
-        x, *where, order, weights.w_in, x if desc_in is None else desc_in, s_in, b_in, h, d, m, x.stride(0),
+    shared = {"BM": tiles.bm, "TAIL": tiles.tail, **early}
+    many_kernel.many_up[(triton.cdiv(m, tiles.bn_up), len(where[-1]))](
+        x, *where, weights.w_in, x if desc_in is None else desc_in, s_in, b_in, h, d, m, x.stride(0),
         *weights.strides(weights.w_in), *in_factors, b_in.stride(0), TOP_K=k, BULK=desc_in is not None, **shared,
         **_up_options(weights, tiles, d),
     )  # fmt: skip
-    many_kernel.many_down[(triton.cdiv(d, tiles.bn_down), len(where[0]))](
-        h, gates, *where, order, weights.w_out, x if desc_out is None else desc_out, s_out, b_out, parts, d, m,
+    many_kernel.many_down[(triton.cdiv(d, tiles.bn_down), len(where[-1]))](
+        h, gates, *where, weights.w_out, x if desc_out is None else desc_out, s_out, b_out, parts, d, m,
         *weights.strides(weights.w_out), *out_factors, BULK=desc_out is not None, **shared,
         **_down_options(weights, tiles, m),
     )  # fmt: skip
     width = min(1024, power_of_two(d))
-    many_kernel.many_sum[(triton.cdiv(d, width), tokens)](parts, ids, y, experts, d, TOP_K=k, BN=width, num_warps=4)
+    many_kernel.many_sum[(triton.cdiv(d, width), tokens)](
+        parts, ids, y, experts, d, TOP_K=k, BN=width, num_warps=4, **early
+    )
     return y
 
 
@@ -172,18 +146,22 @@ def _fitting(tiles: Tiles, weights: Weights) -> Tiles:
     return tiles._replace(bk_up=min(tiles.bk_up, weights.columns), bk_down=min(tiles.bk_down, weights.columns))
 
 
-def _sorted(ids: Tensor, experts: int, bm: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Kept slots in order of their expert; for each tile of `bm` slots its expert, its start, its number of slots."""
-    slots, device = ids.numel(), ids.device
-    counts = torch.zeros(experts, dtype=torch.int32, device=device)
-    ranks, order = (torch.empty(slots, dtype=torch.int32, device=device) for _ in range(2))
-    block, narrow, padded = 512, 64, power_of_two(experts)
-    sort_kernel.rank[(triton.cdiv(slots, block),)](ids, counts, ranks, slots, experts, BLOCK=block)
-    sort_kernel.sort[(triton.cdiv(slots, narrow),)](ids, counts, ranks, order, slots, experts, EP=padded, BLOCK=narrow)
-    tiles = triton.cdiv(triton.cdiv(slots, bm) + experts, narrow) * narrow
-    where = [torch.empty(tiles, dtype=torch.int32, device=device) for _ in range(3)]
-    sort_kernel.tiles[(tiles // narrow,)](counts, *where, experts, EP=padded, BM=bm, BLOCK=narrow)
-    return order, where[0], where[1], where[2]
+def _sorted(ids: Tensor, experts: int, bm: int) -> tuple[Tensor, ...]:
+    """Kept slots in order of their expert; how many tiles of `bm` slots there are; each one's expert, start and length."""
+    slots, padded = ids.numel(), power_of_two(experts)
+    tiles = min(slots, triton.cdiv(slots, bm) + experts)
+    sizes = [triton.cdiv(n, 4) * 4 for n in (experts, slots, 1, tiles, tiles, tiles)]  # aligned: one compiled kernel
+    counts, *where = torch.empty(sum(sizes), dtype=torch.int32, device=ids.device).split(sizes)
+    if slots <= SORTED:
+        sort_kernel.sort[(1,)](
+            ids, counts, *where, slots, experts, SP=power_of_two(slots), EP=padded, BM=bm, **early_start(ids.device)
+        )
+        return tuple(where)
+    ranks, block = torch.empty(slots, dtype=torch.int32, device=ids.device), 512
+    grid = (triton.cdiv(slots, block),)
+    sort_kernel.rank[grid](ids, counts.zero_(), ranks, slots, experts, BLOCK=block)
+    sort_kernel.place[grid](ids, counts, ranks, *where, slots, experts, EP=padded, BM=bm, BLOCK=block)
+    return tuple(where)
 
 
 def _or(bias: Tensor | None, stand_in: Tensor) -> Tensor:

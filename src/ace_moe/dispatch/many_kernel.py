@@ -1,4 +1,4 @@
-"""Many tokens: kept slots, sorted by expert, multiplied in tiles of BM slots.
+"""More than a few tokens: kept slots, sorted by expert, multiplied in tiles of BM slots.
 
 An expert's last tile is rarely full. Where TAIL slots hold it, it is computed as such a smaller tile: at half the slots
 most experts have a part tile, and padding it to BM would eat the saving.
@@ -33,17 +33,20 @@ def _up_tile(
 
 @triton.jit
 def many_up(
-    x, tile_expert, tile_start, tile_rows, order, w, desc, s, b, h, d, m, x_row, w_expert, w_row, w_col, s_expert, s_row,
-    s_col, b_row,
+    x, order, used, tile_expert, tile_start, tile_rows, w, desc, s, b, h, d, m, x_row, w_expert, w_row, w_col, s_expert,
+    s_row, s_col, b_row,
     TOP_K: tl.constexpr, BM: tl.constexpr, TAIL: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr,
     GATED: tl.constexpr, INTERLEAVED: tl.constexpr, BIAS: tl.constexpr, KIND: tl.constexpr, ALPHA: tl.constexpr,
-    LIMIT: tl.constexpr, QN: tl.constexpr, QK: tl.constexpr, BULK: tl.constexpr,
+    LIMIT: tl.constexpr, QN: tl.constexpr, QK: tl.constexpr, BULK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """h [S, m] for the kept slots, in slot order. Grid (tiles of m, tiles of slots)."""
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     t = tl.program_id(1)
-    e = tl.load(tile_expert + t)
-    if e < 0:
+    if t >= tl.load(used):
         return
+    e = tl.load(tile_expert + t)
     n0 = tl.program_id(0) * BN
     start = tl.load(tile_start + t)
     count = tl.load(tile_rows + t)
@@ -84,16 +87,19 @@ def _down_tile(
 
 @triton.jit
 def many_down(
-    h, gates, tile_expert, tile_start, tile_rows, order, w, desc, s, b, parts, d, m, w_expert, w_row, w_col, s_expert,
-    s_row, s_col,
+    h, gates, order, used, tile_expert, tile_start, tile_rows, w, desc, s, b, parts, d, m, w_expert, w_row, w_col,
+    s_expert, s_row, s_col,
     BM: tl.constexpr, TAIL: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr, BIAS: tl.constexpr,
-    QN: tl.constexpr, QK: tl.constexpr, BULK: tl.constexpr,
+    QN: tl.constexpr, QK: tl.constexpr, BULK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """parts [S, d] ← gate · (h W_downᵀ) for the kept slots. Grid (tiles of d, tiles of slots)."""
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     t = tl.program_id(1)
-    e = tl.load(tile_expert + t)
-    if e < 0:
+    if t >= tl.load(used):
         return
+    e = tl.load(tile_expert + t)
     n0 = tl.program_id(0) * BN
     start = tl.load(tile_start + t)
     count = tl.load(tile_rows + t)
@@ -114,8 +120,11 @@ def many_down(
 
 
 @triton.jit
-def many_sum(parts, ids, y, E, d, TOP_K: tl.constexpr, BN: tl.constexpr):
+def many_sum(parts, ids, y, E, d, TOP_K: tl.constexpr, BN: tl.constexpr, EARLY: tl.constexpr):
     """y [T, d] ← sum of a token's kept parts, in slot order, fp32. Grid (tiles of d, T)."""
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     token = tl.program_id(1).to(tl.int64)
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     total = tl.zeros((BN,), tl.float32)

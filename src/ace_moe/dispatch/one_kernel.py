@@ -63,61 +63,84 @@ def one_up(
 
 
 @triton.jit
-def _columns(rows, start, there, m, w_col, BK: tl.constexpr, EVEN: tl.constexpr):
-    """Weights [KP, BN, BK] of columns start …, on their way from memory."""
+def _step(q, e, order, total, KC: tl.constexpr, KSTEPS: tl.constexpr, BK: tl.constexpr):
+    """What step q of a token's down product reads: (its KC slots, their experts, which there are, first column)."""
+    c = (q // KSTEPS) * KC + tl.arange(0, KC)
+    mine = order[None, :] == c[:, None]
+    slots = tl.sum(tl.where(mine, tl.arange(0, e.shape[0])[None, :], 0), 1)
+    return slots, tl.sum(tl.where(mine, e[None, :], 0), 1), c < total, (q % KSTEPS) * BK
+
+
+@triton.jit
+def _fetch(
+    q, e, order, total, n, w, d, m, w_expert, w_row, w_col,
+    KC: tl.constexpr, KSTEPS: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """The weights [KC, BN, BK] of step q, on their way from memory."""
+    _, expert, there, start = _step(q, e, order, total, KC, KSTEPS, BK)
     k = start + tl.arange(0, BK)
-    mask = there if EVEN else there & (k < m)[None, None, :]
+    mask = there[:, None, None] & (n < d)[None, :, None]
+    mask = mask if EVEN else mask & (k < m)[None, None, :]
+    rows = w + expert.to(tl.int64)[:, None, None] * w_expert + n[None, :, None] * w_row
     return tl.load(rows + k[None, None, :] * w_col, mask=mask, other=0.0, eviction_policy="evict_first")
 
 
 @triton.jit
-def _weigh(tile, h_rows, factors, start, kept, inside, m, s_col, BK: tl.constexpr, QK: tl.constexpr):
-    """tile [KP, BN, BK] times the slots' h: [KP, BN] in fp32. With factors BK = QK: one for the tile's rows."""
+def _weigh(
+    tile, q, e, order, total, n, h, gates, s, b, d, m, s_expert, s_row, s_col,
+    KC: tl.constexpr, KSTEPS: tl.constexpr, BK: tl.constexpr, BIAS: tl.constexpr, QN: tl.constexpr, QK: tl.constexpr,
+):  # fmt: skip
+    """Σ over the step's slots of gate · (tile h): [BN] in fp32. With factors BK = QK: one for the tile's rows."""
+    slots, expert, there, start = _step(q, e, order, total, KC, KSTEPS, BK)
     k = start + tl.arange(0, BK)
-    v = tl.load(h_rows[:, None] + k[None, :], mask=kept[:, None] & (k < m)[None, :], other=0.0)
-    added = tl.sum(tile.to(tl.float32) * v.to(tl.float32)[:, None, :], 2)
+    v = tl.load(h + slots[:, None] * m + k[None, :], mask=there[:, None] & (k < m)[None, :], other=0.0)
+    part = tl.sum(tile.to(tl.float32) * v.to(tl.float32)[:, None, :], 2)
+    inside = there[:, None] & (n < d)[None, :]
     if QK > 0:
-        added *= tl.load(factors + (start // QK) * s_col, mask=inside, other=0.0).to(tl.float32)
-    return added
+        factors = s + expert.to(tl.int64)[:, None] * s_expert + (n // QN)[None, :] * s_row + (start // QK) * s_col
+        part *= tl.load(factors, mask=inside, other=0.0).to(tl.float32)
+    if BIAS:
+        part += tl.load(b + expert[:, None] * d + n[None, :], mask=inside & (start == 0), other=0.0).to(tl.float32)
+    gate = tl.load(gates + slots, mask=there, other=0.0).to(tl.float32)
+    return tl.sum(part * gate[:, None], 0)
 
 
 @triton.jit
 def one_down(
     h, ids, gates, w, s, b, y, E, d, m, w_expert, w_row, w_col, s_expert, s_row, s_col,
-    TOP_K: tl.constexpr, KP: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr, BIAS: tl.constexpr,
-    QN: tl.constexpr, QK: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr,
+    TOP_K: tl.constexpr, KP: tl.constexpr, KC: tl.constexpr, KSTEPS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    EVEN: tl.constexpr, BIAS: tl.constexpr, QN: tl.constexpr, QK: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """y [T, d] ← Σ over a token's kept slots of gate · (h W_downᵀ). Grid (tiles of d, T).
 
-    All slots are one tile [KP, BN, BK]. With EARLY the kernel starts while the up product still runs: it fetches AHEAD
-    tiles of its weights, which nobody is writing, and only then waits for h.
+    KC kept slots at a time, so that no thread holds a skipped one, and KSTEPS steps along m for each. With EARLY the
+    kernel starts while the up product still runs: it fetches the weights of AHEAD steps, which nobody is writing, and
+    only then waits for h.
     """
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
     t = tl.program_id(1)
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     j = tl.arange(0, KP)
-    e = tl.load(ids + t * TOP_K + j, mask=j < TOP_K, other=-1)
+    e = tl.load(ids + t * TOP_K + j, mask=j < TOP_K, other=-1).to(tl.int32)
     kept = (e >= 0) & (e < E)
-    inside = kept[:, None] & (n < d)[None, :]
-    expert = tl.where(kept, e, 0).to(tl.int64)
-    rows = w + expert[:, None, None] * w_expert + n[None, :, None] * w_row
-    there = inside[:, :, None]
-    h_rows = h + (t * TOP_K + j) * m
-    factors = s + expert[:, None] * s_expert + (n // QN)[None, :] * s_row
-    first = _columns(rows, 0, there, m, w_col, BK, EVEN)
-    if AHEAD > 1:
-        second = _columns(rows, BK, there, m, w_col, BK, EVEN)
+    order = tl.where(kept, tl.cumsum(kept.to(tl.int32), 0) - 1, -1)
+    total = tl.sum(kept.to(tl.int32), 0)
+    h += t * TOP_K * m
+    gates += t * TOP_K
+    tiles = ()
+    for q in tl.static_range(AHEAD):
+        tiles += (_fetch(q, e, order, total, n, w, d, m, w_expert, w_row, w_col, KC, KSTEPS, BK, EVEN),)
     if EARLY:
         tl.extra.cuda.gdc_wait()
-    part = _weigh(first, h_rows, factors, 0, kept, inside, m, s_col, BK, QK)
-    if AHEAD > 1:
-        part += _weigh(second, h_rows, factors, BK, kept, inside, m, s_col, BK, QK)
-    for start in range(AHEAD * BK, m, BK):
-        tile = _columns(rows, start, there, m, w_col, BK, EVEN)
-        part += _weigh(tile, h_rows, factors, start, kept, inside, m, s_col, BK, QK)
-    if BIAS:
-        bias = b + tl.where(kept, e, 0)[:, None] * d + n[None, :]
-        part += tl.load(bias, mask=inside, other=0.0).to(tl.float32)
-    gate = tl.load(gates + t * TOP_K + j, mask=kept, other=0.0).to(tl.float32)
-    tl.store(y + t * d + n, tl.sum(part * gate[:, None], 0).to(y.dtype.element_ty), mask=n < d)
+    out = tl.zeros((BN,), tl.float32)
+    for q in tl.static_range(AHEAD):
+        out += _weigh(
+            tiles[q], q, e, order, total, n, h, gates, s, b, d, m, s_expert, s_row, s_col, KC, KSTEPS, BK, BIAS, QN, QK
+        )
+    for q in range(AHEAD, tl.cdiv(total, KC) * KSTEPS):
+        tile = _fetch(q, e, order, total, n, w, d, m, w_expert, w_row, w_col, KC, KSTEPS, BK, EVEN)
+        out += _weigh(
+            tile, q, e, order, total, n, h, gates, s, b, d, m, s_expert, s_row, s_col, KC, KSTEPS, BK, BIAS, QN, QK
+        )
+    tl.store(y + t * d + n, out.to(y.dtype.element_ty), mask=n < d)

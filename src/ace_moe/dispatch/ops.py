@@ -49,7 +49,7 @@ def _(ids, gates, *rest):
     return torch.empty_like(ids), torch.empty_like(gates)
 
 
-@torch.library.custom_op("ace_moe::experts", mutates_args=())  # `arrived` is zero before and after
+@torch.library.custom_op("ace_moe::experts", mutates_args=())
 def run_experts(
     x: Tensor,
     ids: Tensor,
@@ -58,7 +58,6 @@ def run_experts(
     w_out: Tensor,
     b_in: Tensor | None,
     b_out: Tensor | None,
-    arrived: Tensor,
     gated: bool,
     interleaved: bool,
     transposed: bool,
@@ -76,7 +75,7 @@ def run_experts(
     """
     block = (block_rows, block_columns) if s_in is not None else None
     layout = experts.Layout(gated, interleaved, transposed, Activation(kind, alpha, limit), block)
-    return experts.run(x, ids, gates, experts.Weights(w_in, w_out, b_in, b_out, layout, s_in, s_out), arrived)
+    return experts.run(x, ids, gates, experts.Weights(w_in, w_out, b_in, b_out, layout, s_in, s_out))
 
 
 @run_experts.register_fake

@@ -1,4 +1,8 @@
-"""Kept slots sorted by expert on the device, and the tiles they make."""
+"""Kept slots sorted by expert on the device, and the tiles they make.
+
+Few slots are one program's work and one launch: next to reading a few experts, every launch shows. The order of an
+expert's slots has no influence on results.
+"""
 
 from __future__ import annotations
 
@@ -7,39 +11,68 @@ import triton.language as tl
 
 
 @triton.jit
-def rank(ids, counts, ranks, S, E, BLOCK: tl.constexpr):
-    """ranks [S] ← number among its expert's slots; counts [E] from zero. The order of ranks has no influence on results."""
-    slot = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    e = tl.load(ids + slot, mask=slot < S, other=-1)
+def _ranks(ids, counts, slot, S, E):
+    """(expert, whether kept, number among its expert's slots) of slots [BLOCK]; counts [E] grow."""
+    e = tl.load(ids + slot, mask=slot < S, other=-1).to(tl.int32)
     kept = (e >= 0) & (e < E)
-    tl.store(ranks + slot, tl.atomic_add(counts + e, 1, mask=kept, sem="relaxed"), mask=slot < S)
+    return e, kept, tl.atomic_add(counts + e, 1, mask=kept, sem="relaxed")
 
 
 @triton.jit
-def sort(ids, counts, ranks, order, S, E, EP: tl.constexpr, BLOCK: tl.constexpr):
-    """order ← kept slots, expert after expert."""
-    slot = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+def _place(
+    e, kept, ranks, slot, counts, order, used, tile_expert, tile_start, tile_rows, E, EP: tl.constexpr, BM: tl.constexpr
+):
+    """order ← kept slots, expert after expert; for each of the `used` tiles of at most BM slots its expert, where its
+    slots start in `order` and how many they are. Programs share the tiles."""
     lanes = tl.arange(0, EP)
-    count = tl.load(counts + lanes, mask=lanes < E, other=0)
-    e = tl.load(ids + slot, mask=slot < S, other=-1)
-    kept = (e >= 0) & (e < E)
-    start = tl.sum(tl.where(lanes[None, :] < e[:, None], count[None, :], 0), 1)
-    tl.store(order + start + tl.load(ranks + slot, mask=kept, other=0), slot, mask=kept)
-
-
-@triton.jit
-def tiles(counts, tile_expert, tile_start, tile_rows, E, EP: tl.constexpr, BM: tl.constexpr, BLOCK: tl.constexpr):
-    """For each tile of at most BM slots: its expert (−1 past the last), where its slots start in `order`, how many."""
-    t = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    lanes = tl.arange(0, EP)
-    count = tl.load(counts + lanes, mask=lanes < E, other=0)
+    count = tl.load(counts + lanes, mask=lanes < E, other=0, cache_modifier=".cg")
+    start = tl.cumsum(count, 0) - count
+    tl.store(order + tl.gather(start, tl.where(kept, e, 0), 0) + ranks, slot, mask=kept)
     needed = (count + BM - 1) // BM
-    ends = tl.cumsum(needed, 0)
-    before = (ends[None, :] <= t[:, None]) & (lanes < E)[None, :]
-    e = tl.sum(before.to(tl.int32), 1)
-    first = tl.sum(tl.where(before, needed[None, :], 0), 1)
-    slots_before = tl.sum(tl.where(before, count[None, :], 0), 1)
-    own = tl.sum(tl.where(lanes[None, :] == e[:, None], count[None, :], 0), 1)
-    tl.store(tile_expert + t, tl.where(e < E, e, -1))
-    tl.store(tile_start + t, slots_before + (t - first) * BM)
-    tl.store(tile_rows + t, tl.minimum(BM, own - (t - first) * BM))
+    first = tl.cumsum(needed, 0) - needed
+    for i in range(tl.program_id(0), tl.max(needed, 0), tl.num_programs(0)):
+        there = i < needed
+        tl.store(tile_expert + first + i, lanes, mask=there)
+        tl.store(tile_start + first + i, start + i * BM, mask=there)
+        tl.store(tile_rows + first + i, tl.minimum(BM, count - i * BM), mask=there)
+    if tl.program_id(0) == 0:
+        tl.store(used, tl.sum(needed, 0))
+
+
+@triton.jit
+def sort(
+    ids, counts, order, used, tile_expert, tile_start, tile_rows, S, E,
+    SP: tl.constexpr, EP: tl.constexpr, BM: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """All of it for at most SP slots. Grid (1)."""
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    lanes = tl.arange(0, EP)
+    tl.store(counts + lanes, tl.zeros((EP,), tl.int32), mask=lanes < E)
+    tl.debug_barrier()
+    slot = tl.arange(0, SP)
+    e, kept, ranks = _ranks(ids, counts, slot, S, E)
+    tl.debug_barrier()
+    _place(e, kept, ranks, slot, counts, order, used, tile_expert, tile_start, tile_rows, E, EP, BM)
+
+
+@triton.jit
+def rank(ids, counts, ranks, S, E, BLOCK: tl.constexpr):
+    """The first half for any number of slots; counts [E] from zero."""
+    slot = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    _, kept, found = _ranks(ids, counts, slot, S, E)
+    tl.store(ranks + slot, found, mask=kept)
+
+
+@triton.jit
+def place(
+    ids, counts, ranks, order, used, tile_expert, tile_start, tile_rows, S, E,
+    EP: tl.constexpr, BM: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The second half."""
+    slot = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    e = tl.load(ids + slot, mask=slot < S, other=-1).to(tl.int32)
+    kept = (e >= 0) & (e < E)
+    found = tl.load(ranks + slot, mask=kept, other=0)
+    _place(e, kept, found, slot, counts, order, used, tile_expert, tile_start, tile_rows, E, EP, BM)

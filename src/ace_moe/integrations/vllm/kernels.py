@@ -1,4 +1,4 @@
-"""Our kernels behind vLLM's contract: in decode two launches instead of align, products and sum, in prefill larger tiles."""
+"""Our kernels behind vLLM's contract: up to four tokens two launches instead of align, products and sum."""
 
 from __future__ import annotations
 
@@ -9,22 +9,15 @@ from torch import Tensor
 
 from ...dispatch.activation import SILU, Activation
 
-_arrived: dict[tuple[torch.device, int], Tensor] = {}
-
 
 class Kernels:
     """Unquantised gated SiLU experts in vLLM's Triton layout: w13 [E, 2m, d] gate then up, w2 [E, d, m]."""
 
     def __init__(self, experts: Any):
-        from ...dispatch.experts import FEW, Layout, arrivals
+        from ...dispatch.experts import Layout
 
         self.experts = experts  # weights are read at each call: vLLM may replace the parameter objects
         self.layout = Layout(gated=True, interleaved=False, transposed=False, activation=Activation(SILU))
-        w2 = experts.w2_weight
-        key = (w2.device, int(w2.shape[1]))
-        if key not in _arrived:  # zero before and after each call, so all layers of a stream can share it
-            _arrived[key] = arrivals(FEW, int(w2.shape[1]), w2.device)
-        self.arrived = _arrived[key]
 
     @classmethod
     def of(cls, experts: Any, kernel: Any, measured: bool = False) -> Kernels | str:
@@ -43,7 +36,7 @@ class Kernels:
         from ...dispatch.experts import Weights, run
 
         weights = Weights(self.experts.w13_weight, self.experts.w2_weight, None, None, self.layout)
-        return run(x, ids, gates, weights, self.arrived)
+        return run(x, ids, gates, weights)
 
 
 def unfit(experts: Any, kernel: Any) -> str:
