@@ -66,16 +66,34 @@ def test_speed_table_is_the_stored_result():
 
 
 def test_claim_against_generate_holds():
-    rows = stored("latency_generate_h200.json")["rows"]
-    speed = [rows[first]["gpu_ms"] / rows[first + 3]["gpu_ms"] for first in (0, 4)]
-    assert f"60 % skipped is {speed[0]:.2f}× faster at batch 1 and {speed[1]:.2f}× at 4" in flat()
+    stock, *_, skipped = stored("latency_generate_h200.json")["rows"]
+    assert f"60 % skipped is {stock['gpu_ms'] / skipped['gpu_ms']:.2f}× faster at batch 1" in flat()
+
+
+def test_claims_against_eager_hold():
+    rows = stored("latency_paper_h200.json")["rows"]
+    found = {}
+    for what in ("ttft", "tpot"):
+        sizes = dict.fromkeys((r["tokens"], r["batch"]) for r in rows if r["what"] == what)
+        groups = [
+            [r["gpu_ms"] for r in rows if (r["what"], r["tokens"], r["batch"]) == (what, *size)] for size in sizes
+        ]
+        found[what] = [g[0] / g[-1] for g in groups], [g[-2] / g[-1] for g in groups]
+    (first, first_own), (token, token_own) = found["ttft"], found["tpot"]
+    assert (
+        f"{min(first):.1f}–{max(first):.1f}× faster to the first token and {min(token):.0f}–{max(token):.0f}× per"
+        in flat()
+    )
+    own = [f"{min(own):.2f}–{max(own):.2f}×" for own in (first_own, token_own)]
+    assert f"skipping itself gives {own[0]} and {own[1]} of it" in flat()
+    assert all(r["valid"] is not False for r in rows)
 
 
 def test_serving_claims_hold():
     rows = stored("serving_h200.json")["rows"]
     tpot = {r["batch"]: f"{r['speed']:.2f}×" for r in rows if (r["what"], r["way"]) == ("TPOT", "60%")}
     found = [r["realised"] for r in rows if r["way"] == "60%"]
-    assert f"{min(found):.0%}–{max(found):.0%} of slots".replace("%–", "–").replace("% of", " % of") in flat()
+    assert {f"{ratio:.0%}" for ratio in found} == {"60%"} and "a token with 60 % of slots skipped comes" in flat()
     said = f"comes {tpot[1]} as fast as from vLLM alone at batch 1, {tpot[4]} at 4, {tpot[16]} at 16, {tpot[64]} at 64,"
     assert said in flat()
     assert f"the first tokens of 16 × 1,024 come {rows[-1]['speed']:.2f}× as fast" in flat()
@@ -93,7 +111,7 @@ def test_serving_page_is_the_stored_result():
     assert all(
         row["equal_tokens"] == row["tokens"] == 192 and row["kept"] == row["kept_transformers"] for row in agreement
     )
-    assert max(row["worst_prompt_logprob"] for row in agreement) <= 5e-6 and "at most 5e-06" in page
+    assert max(row["worst_prompt_logprob"] for row in agreement) <= 1e-5 and "at most 1e-05" in page
     bf16 = [
         row["equal_tokens"] for name, row in stored("serving_agreement_cpu.json").items() if name.startswith("bfloat16")
     ]
