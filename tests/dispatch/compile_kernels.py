@@ -1,12 +1,14 @@
 """Compile every kernel for a GPU that need not be here. Run as a program: a test that reads TRITON_INTERPRET cannot.
 
 python tests/dispatch/compile_kernels.py 90
+python tests/dispatch/compile_kernels.py 90 builds    # compiles nothing: which sizes need builds of their own
 """
 
 from __future__ import annotations
 
 import inspect
 import sys
+from collections.abc import Iterable
 
 import torch
 import triton
@@ -24,7 +26,9 @@ TYPES = {
     torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int64: "i64", torch.int32: "i32",
     torch.int8: "i8", torch.bool: "i1", torch.float8_e4m3fn: "fp8e4nv",
 }  # fmt: skip
+PLAIN = experts.Layout(True, False, False, Activation(SILU))
 compiled: dict[str, int] = {}
+builds: set[tuple] = set()
 
 
 def type_of(value: object) -> str:
@@ -52,9 +56,41 @@ def compile_only(self: JITFunction, *args: object, grid: object, warmup: bool, *
     compiled[self.fn.__name__] = compiled.get(self.fn.__name__, 0) + 1
 
 
+def build(self: JITFunction, *args: object, grid: object, warmup: bool, **options: object) -> None:
+    """In place of a launch: what Triton would look a compiled kernel up by."""
+    names = {p.name for p in self.params}
+    given = inspect.signature(self.fn).bind(*args, **{k: v for k, v in options.items() if k in names})
+    given.apply_defaults()
+    key = [self.fn.__name__, *sorted((k, v) for k, v in options.items() if k not in names)]
+    for parameter in self.params:
+        value = given.arguments[parameter.name]
+        if isinstance(value, torch.Tensor):
+            key.append((value.dtype, value.data_ptr() % 16 == 0))
+        elif isinstance(value, TensorDescriptor):
+            key.append(tuple(value.block_shape))
+        elif isinstance(value, int) and not parameter.is_constexpr:
+            key.append(parameter.do_not_specialize or (value == 1, value % 16 == 0))
+        else:
+            key.append(value)
+    builds.add(tuple(key))
+
+
+def builds_of(sizes: Iterable[int]) -> set[tuple]:
+    """For one layer of Qwen3-30B-A3B's kind, routing and rule included."""
+    builds.clear()
+    torch.set_default_dtype(torch.bfloat16)
+    weights = experts.Weights(torch.empty(128, 32, 16), torch.empty(128, 16, 16), None, None, PLAIN)
+    fast = FastPath(None, make("share"))
+    fast.top_k = TopK(8, False, True)
+    counts, threshold = torch.zeros(2, dtype=torch.int64), torch.tensor(0.1)
+    for tokens in sizes:
+        ids, gates = fast.route(torch.zeros(tokens, 128), {}, threshold, None, counts)
+        experts.run(torch.zeros(tokens, 16), ids, gates, weights)
+    return set(builds)
+
+
 def all_experts() -> None:
     e, d, m, k = 128, 2048, 768, 8
-    plain = experts.Layout(True, False, False, Activation(SILU))
     oai = experts.Layout(True, True, True, Activation(SWIGLU_OAI, 1.702, 7.0))
     blocks = experts.Layout(True, False, False, Activation(SILU), (128, 128))
 
@@ -64,8 +100,8 @@ def all_experts() -> None:
     small = torch.empty(e, 512, 512, dtype=torch.bfloat16), torch.empty(e, 512, 256, dtype=torch.bfloat16)
     f8 = torch.float8_e4m3fn
     layers = [
-        experts.Weights(make_tensor(e, 2 * m, d), make_tensor(e, d, m), None, None, plain),
-        experts.Weights(*small, None, None, plain),  # contiguous, so that the copy engine may read them
+        experts.Weights(make_tensor(e, 2 * m, d), make_tensor(e, d, m), None, None, PLAIN),
+        experts.Weights(*small, None, None, PLAIN),  # contiguous, so that the copy engine may read them
         experts.Weights(make_tensor(e, d, 2 * m), make_tensor(e, m, d), make_tensor(e, 2 * m), make_tensor(e, d), oai),
         experts.Weights(
             make_tensor(e, 2 * m, d, dtype=f8), make_tensor(e, d, m, dtype=f8), None, None, blocks,
@@ -96,9 +132,14 @@ def the_rest() -> None:
 
 
 if __name__ == "__main__":
-    JITFunction.run = compile_only
+    only_builds = sys.argv[2:] == ["builds"]
+    JITFunction.run = build if only_builds else compile_only
     hopper = int(sys.argv[1]) >= 90
     experts.hopper = lambda device: hopper
-    all_experts()
-    the_rest()
-    print(compiled)
+    if only_builds:  # what an engine runs before it serves: the sizes of its CUDA graphs, and its largest step
+        before = builds_of([1, 2, 4, *range(8, 513, 8), 8192])
+        print(len(before), "builds,", len(builds_of(range(1, 8193)) - before), "met later")
+    else:
+        all_experts()
+        the_rest()
+        print(compiled)

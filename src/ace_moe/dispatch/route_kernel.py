@@ -12,7 +12,7 @@ import triton.language as tl
 from .rule_kernel import settle
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])  # one build for any number of tokens
 def route(
     logits, first, second, threshold, mask, counts, out_ids, out_gates, T, E, row,
     K: tl.constexpr, KP: tl.constexpr, EP: tl.constexpr, BT: tl.constexpr, SIGMOID: tl.constexpr, NORMALISE: tl.constexpr,

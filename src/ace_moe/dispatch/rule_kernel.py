@@ -92,7 +92,7 @@ def settle(
         _count(counts, there, keep)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def decide(
     ids, gates, first, second, threshold, mask, counts, out_ids, out_gates, T, E,
     K: tl.constexpr, KP: tl.constexpr, BT: tl.constexpr, VIEWS: tl.constexpr, FUSION: tl.constexpr, GAIN: tl.constexpr,

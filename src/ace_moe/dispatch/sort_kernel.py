@@ -39,7 +39,7 @@ def _place(
         tl.store(used, tl.sum(needed, 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["S"])
 def sort(
     ids, counts, order, used, tile_expert, tile_start, tile_rows, S, E,
     SP: tl.constexpr, EP: tl.constexpr, BM: tl.constexpr, EARLY: tl.constexpr,
@@ -57,7 +57,7 @@ def sort(
     _place(e, kept, ranks, slot, counts, order, used, tile_expert, tile_start, tile_rows, E, EP, BM)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["S"])
 def rank(ids, counts, ranks, S, E, BLOCK: tl.constexpr):
     """The first half for any number of slots; counts [E] from zero."""
     slot = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -65,7 +65,7 @@ def rank(ids, counts, ranks, S, E, BLOCK: tl.constexpr):
     tl.store(ranks + slot, found, mask=kept)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["S"])
 def place(
     ids, counts, ranks, order, used, tile_expert, tile_start, tile_rows, S, E,
     EP: tl.constexpr, BM: tl.constexpr, BLOCK: tl.constexpr,
