@@ -17,7 +17,7 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ace_moe.dispatch import FastPath, attention, experts
+from ace_moe.dispatch import FastPath, attention, experts, launch
 from ace_moe.dispatch.activation import SILU, SWIGLU_OAI, Activation
 from ace_moe.dispatch.routing import TopK
 from ace_moe.policies import Routing, make
@@ -135,7 +135,7 @@ if __name__ == "__main__":
     only_builds = sys.argv[2:] == ["builds"]
     JITFunction.run = build if only_builds else compile_only
     hopper = int(sys.argv[1]) >= 90
-    experts.hopper = lambda device: hopper
+    experts.hopper = launch.hopper = lambda device: hopper
     if only_builds:  # what an engine runs before it serves: the sizes of its CUDA graphs, and its largest step
         before = builds_of([1, 2, 4, *range(8, 513, 8), 8192])
         print(len(before), "builds,", len(builds_of(range(1, 8193)) - before), "met later")

@@ -9,7 +9,7 @@ import triton
 from torch import Tensor
 
 from .attention_kernel import attend as kernel
-from .experts import early_start
+from .launch import early_start
 
 PAIRS = 4096  # sequences × key heads that one workspace serves
 MOST_SPLITS = 16

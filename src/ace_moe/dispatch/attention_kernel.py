@@ -9,6 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .launch import take_turn
+
 
 @triton.jit
 def _share(
@@ -49,9 +51,7 @@ def attend(
 
     parts [B · H, SPLITS, G, D], tops and totals [B · H, SPLITS, G]; `arrived` [B · H] is zero before and after.
     """
-    if EARLY:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    take_turn(EARLY)
     pair = tl.program_id(0)
     split = tl.program_id(1)
     b, h = pair // H, pair % H

@@ -6,8 +6,6 @@ CUDA graph; which slots are skipped is decided on the device.
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 import triton
 from torch import Tensor
@@ -15,6 +13,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from . import many_kernel, one_kernel, sort_kernel
 from .config import Tiles, many_tiles, one_tiles
+from .launch import early_start, hopper
 from .layout import Layout, Weights
 
 __all__ = ["ONE", "Layout", "Weights", "run"]
@@ -36,17 +35,6 @@ def run(x: Tensor, ids: Tensor, gates: Tensor, weights: Weights) -> Tensor:
     if x.shape[0] <= ONE and not weights.layout.transposed:  # transposed rows are not contiguous
         return _one(x, ids, gates, weights)
     return _many(x, ids, gates, weights)
-
-
-@cache
-def hopper(device: torch.device) -> bool:
-    """From Hopper on a kernel may start before the one in front has ended, and a copy engine fetches whole tiles."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
-
-
-def early_start(device: torch.device) -> dict[str, bool]:
-    """Launch options of kernels that know how to wait for the one in front."""
-    return {"EARLY": True, "launch_pdl": True} if hopper(device) else {"EARLY": False}
 
 
 def _factors(s: Tensor | None, stand_in: Tensor) -> tuple[Tensor, int, int, int]:

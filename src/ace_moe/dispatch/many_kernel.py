@@ -9,6 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .launch import take_turn
 from .products_kernel import dot_down, dot_up
 
 
@@ -40,9 +41,7 @@ def many_up(
     LIMIT: tl.constexpr, QN: tl.constexpr, QK: tl.constexpr, BULK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """h [S, m] for the kept slots, in slot order. Grid (tiles of m, tiles of slots)."""
-    if EARLY:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    take_turn(EARLY)
     t = tl.program_id(1)
     if t >= tl.load(used):
         return
@@ -93,9 +92,7 @@ def many_down(
     QN: tl.constexpr, QK: tl.constexpr, BULK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """parts [S, d] ← gate · (h W_downᵀ) for the kept slots. Grid (tiles of d, tiles of slots)."""
-    if EARLY:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    take_turn(EARLY)
     t = tl.program_id(1)
     if t >= tl.load(used):
         return
@@ -122,9 +119,7 @@ def many_down(
 @triton.jit
 def many_sum(parts, ids, y, E, d, TOP_K: tl.constexpr, BN: tl.constexpr, EARLY: tl.constexpr):
     """y [T, d] ← sum of a token's kept parts, in slot order, fp32. Grid (tiles of d, T)."""
-    if EARLY:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    take_turn(EARLY)
     token = tl.program_id(1).to(tl.int64)
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     total = tl.zeros((BN,), tl.float32)

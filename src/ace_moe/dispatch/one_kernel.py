@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .launch import take_turn
 from .products_kernel import finish_up
 
 
@@ -33,9 +34,7 @@ def one_up(
     QN: tl.constexpr, QK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """h [S, m] ← act of the up product, slot by slot. Grid (tiles of m, S)."""
-    if EARLY:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    take_turn(EARLY)
     slot = tl.program_id(1)
     e = tl.load(ids + slot)
     if (e < 0) | (e >= E):

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from . import experts, route_kernel, rule_kernel
 from .activation import Activation
-from .experts import early_start, power_of_two
+from .experts import power_of_two
+from .launch import early_start
 
 FUSIONS = ("max", "min", "mean")
 GAINS = ("kept", "none", "power")

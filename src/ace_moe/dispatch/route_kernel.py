@@ -9,6 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .launch import take_turn
 from .rule_kernel import settle
 
 
@@ -24,9 +25,7 @@ def route(
 
     PHASED as in `settle`; skipped slots then get the id −1, as vLLM writes it, instead of E.
     """
-    if EARLY:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    take_turn(EARLY)
     t = tl.program_id(0) * BT + tl.arange(0, BT)
     lanes = tl.arange(0, EP)
     real = (t < T)[:, None] & (lanes < E)[None, :]

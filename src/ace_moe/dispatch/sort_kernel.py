@@ -9,6 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .launch import take_turn
+
 
 @triton.jit
 def _ranks(ids, counts, slot, S, E):
@@ -45,9 +47,7 @@ def sort(
     SP: tl.constexpr, EP: tl.constexpr, BM: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """All of it for at most SP slots. Grid (1)."""
-    if EARLY:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    take_turn(EARLY)
     lanes = tl.arange(0, EP)
     tl.store(counts + lanes, tl.zeros((EP,), tl.int32), mask=lanes < E)
     tl.debug_barrier()

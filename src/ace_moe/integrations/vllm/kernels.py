@@ -23,7 +23,7 @@ class Kernels:
     def of(cls, experts: Any, kernel: Any, measured: bool = False) -> Kernels | str:
         """The kernels for this layer, or why not; `measured`: only on GPUs where they were found to be faster than vLLM's."""
         try:
-            from ...dispatch.experts import hopper
+            from ...dispatch.launch import hopper
         except ImportError:
             return "Triton is not installed"
         reason = unfit(experts, kernel)

@@ -70,7 +70,7 @@ class Layer:
     def route_logits(self, logits: Tensor, router: TopK, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Top-k and rule in one launch, from the router's logits [T, E]: what the rule adds to a step is then nothing."""
         from ...dispatch import ops, route_kernel
-        from ...dispatch.experts import early_start
+        from ...dispatch.launch import early_start
 
         tokens, experts = logits.shape
         ids = torch.empty(tokens, router.top_k, dtype=dtype, device=logits.device)

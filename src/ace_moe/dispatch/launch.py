@@ -1,0 +1,28 @@
+"""How kernels follow one another: from Hopper on one may start before the one in front has ended, and waits on the device."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+
+
+@cache
+def hopper(device: torch.device) -> bool:
+    """Whether kernels may start early and a copy engine fetches whole tiles."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def early_start(device: torch.device) -> dict[str, bool]:
+    """Launch options of kernels that know how to wait for the one in front."""
+    return {"EARLY": True, "launch_pdl": True} if hopper(device) else {"EARLY": False}
+
+
+@triton.jit
+def take_turn(EARLY: tl.constexpr) -> None:
+    """Wait until all the kernel in front has written can be read; let the one behind start."""
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
