@@ -38,6 +38,7 @@ def random_routing(tokens, k, kind, seed=0):
 POLICIES = [
     make("ace"), make("ace", gain="kept", fusion="min"), make("ace", fusion="mean", min_active=3, min_mass=0.5),
     make("gsp", gain="none", min_active=2), make("rcr", min_mass=0.7), make("share"),
+    make("share", squared=True, gain="none"),
 ]  # fmt: skip
 
 

@@ -23,6 +23,8 @@ VARIANTS: list[tuple[str, dict]] = [
     ("rcr", {"centred": False}),
     ("ace", {"fusion": "min"}),
     ("random", {"seed": 7}),
+    ("share", {"squared": True}),
+    ("top_p", {"squared": True}),
 ]
 
 

@@ -45,12 +45,12 @@ def squash(values):
     return [v / (1 + v) for v in values]
 
 
-def top_p(token):
-    order = sorted(range(len(token.g)), key=lambda i: -token.g[i])
+def top_p(gates):
+    order = sorted(range(len(gates)), key=lambda i: -gates[i])
     mass, out = 0.0, [0.0] * len(order)
     for i in order:
-        out[i] = 1 - mass / sum(token.g)
-        mass += token.g[i]
+        out[i] = 1 - mass / sum(gates)
+        mass += gates[i]
     return out
 
 
@@ -62,12 +62,14 @@ def second_to_first(token):
 
 FORMULAS = {
     "share": lambda t: shares(t.g),
+    "share:squared=true": lambda t: shares([g * g for g in t.g]),
     "gsp": lambda t: shares(t.weighed("gsp")),
     "rcr": lambda t: shares(t.weighed("rcr")),
     "ace": lambda t: [max(a, b) for a, b in zip(shares(t.weighed("gsp")), shares(t.weighed("rcr")), strict=True)],
     "score": lambda t: [t.p[e] for e in t.e],
     "relative": lambda t: relative(t.g),
-    "top_p": top_p,
+    "top_p": lambda t: top_p(t.g),
+    "top_p:squared=true": lambda t: top_p([g * g for g in t.g]),
     "fixed": lambda t: [1 - sorted(t.g, reverse=True).index(g) / len(t.g) for g in t.g],
     "aimer": lambda t: shares(t.weighed("aimer")),
     "naee": lambda t: squash([g / max(t.g) / t.t["naee_median"] for g in t.g]),

@@ -36,11 +36,12 @@ class FastPath:
         first, second, *_ = [tables[name] for name in self.policy.needs] + [None, None]
         return first, second
 
-    def _settings(self) -> tuple[int, int, int, float]:
+    def _settings(self) -> tuple[int, int, int, float, bool]:
         from . import ops
 
         fusion, gain = ops.FUSIONS.index(getattr(self.policy, "fusion", "max")), ops.GAINS.index(self.policy.gain)
-        return fusion, gain, self.policy.min_active, self.policy.min_mass
+        squared = getattr(self.policy, "squared", False)
+        return fusion, gain, self.policy.min_active, self.policy.min_mass, squared
 
     def rule(self, routing: Routing, counts: Tensor, sentinel: int) -> tuple[Tensor, Tensor]:
         """ids, gates [T, k] for the dispatch from the router's."""

@@ -29,6 +29,7 @@ def rule(
     gain: int,
     min_active: int,
     min_mass: float,
+    squared: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """ids, gates [T, k] → the same for the dispatch, `experts` in place of skipped ids; counts [2] += routed, kept."""
     ids, gates = ids.contiguous(), gates.contiguous()
@@ -40,7 +41,8 @@ def rule(
             ids, gates, ids if first is None else first, ids if second is None else second, threshold,
             ids if token_mask is None else token_mask, counts, new_ids, new_gates, tokens, experts,
             K=k, KP=padded, BT=block, VIEWS=(first is not None) + (second is not None), FUSION=fusion, GAIN=gain,
-            MIN_ACTIVE=min_active, MIN_MASS=min_mass, MASKED=token_mask is not None, num_warps=1 if tokens < 8 else 4,
+            MIN_ACTIVE=min_active, MIN_MASS=min_mass, MASKED=token_mask is not None, SQUARED=squared,
+            num_warps=1 if tokens < 8 else 4,
         )  # fmt: skip
     return new_ids, new_gates
 
@@ -100,6 +102,7 @@ def route(
     gain: int,
     min_active: int,
     min_mass: float,
+    squared: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """logits [T, E] → ids (int64), gates [T, k] with the rule already applied; counts [2] += routed, kept."""
     tokens, count = logits.shape
@@ -111,7 +114,7 @@ def route(
         ids if token_mask is None else token_mask, counts, ids, gates, tokens, count, logits.stride(0),
         K=top_k, KP=power_of_two(top_k), EP=power_of_two(count), BT=block, SIGMOID=sigmoid, NORMALISE=normalise,
         VIEWS=(first is not None) + (second is not None), FUSION=fusion, GAIN=gain, MIN_ACTIVE=min_active,
-        MIN_MASS=min_mass, MASKED=token_mask is not None, num_warps=1 if block == 1 else 4,
+        MIN_MASS=min_mass, MASKED=token_mask is not None, SQUARED=squared, num_warps=1 if block == 1 else 4,
         **early_start(logits.device),
     )  # fmt: skip
     return ids, gates

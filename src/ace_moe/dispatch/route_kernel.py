@@ -18,8 +18,7 @@ def route(
     logits, first, second, threshold, mask, counts, out_ids, out_gates, T, E, row,
     K: tl.constexpr, KP: tl.constexpr, EP: tl.constexpr, BT: tl.constexpr, SIGMOID: tl.constexpr, NORMALISE: tl.constexpr,
     VIEWS: tl.constexpr, FUSION: tl.constexpr, GAIN: tl.constexpr, MIN_ACTIVE: tl.constexpr, MIN_MASS: tl.constexpr,
-    MASKED: tl.constexpr, PHASED: tl.constexpr = False,
-    EARLY: tl.constexpr = False,
+    MASKED: tl.constexpr, PHASED: tl.constexpr = False, SQUARED: tl.constexpr = False, EARLY: tl.constexpr = False,
 ):  # fmt: skip
     """Grid (tiles of T). Scores are softmax or sigmoid of the logits in fp32; ties go to the lower expert id.
 
@@ -51,4 +50,5 @@ def route(
     settle(
         ids, gate.to(out_gates.dtype.element_ty), tl.minimum(t, T - 1), there, first, second, threshold, mask,
         counts, out_ids, out_gates, -1 if PHASED else E, K, VIEWS, FUSION, GAIN, MIN_ACTIVE, MIN_MASS, MASKED, PHASED,
+        SQUARED,
     )  # fmt: skip

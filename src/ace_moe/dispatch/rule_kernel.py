@@ -32,18 +32,19 @@ def _count(counts, real, keep):
 def settle(
     e, raw, t, there, first, second, threshold, mask, counts, out_ids, out_gates, E,
     K: tl.constexpr, VIEWS: tl.constexpr, FUSION: tl.constexpr, GAIN: tl.constexpr, MIN_ACTIVE: tl.constexpr,
-    MIN_MASS: tl.constexpr, MASKED: tl.constexpr, PHASED: tl.constexpr = False,
+    MIN_MASS: tl.constexpr, MASKED: tl.constexpr, PHASED: tl.constexpr = False, SQUARED: tl.constexpr = False,
 ):  # fmt: skip
     """Decide the slots of tokens t [BT]: ids e and gates raw [BT, KP], `there` where a slot exists.
 
-    VIEWS 0: gate share, 1: table `first`, 2: both tables fused by FUSION 0 max, 1 min, 2 mean. GAIN 0 kept, 1 none, 2 power.
+    VIEWS 0: gate share (SQUARED: of g²), 1: table `first`, 2: both tables fused by FUSION 0 max, 1 min, 2 mean. GAIN 0
+    kept, 1 none, 2 power.
     PHASED: `mask` [T] holds 0 for prefill, 1 for decode, 2 for padding; `threshold` is [2] and `counts` [2, 2] by phase.
     """
     j = tl.arange(0, e.shape[1])
     at = t[:, None] * K + j[None, :]
     gate = tl.where(there, raw.to(tl.float32), 0.0)
     if VIEWS == 0:
-        c = tl.abs(gate)
+        c = gate * gate if SQUARED else tl.abs(gate)
         c = c / (tl.sum(c, 1)[:, None] + 1e-8)
     else:
         c = _share(gate, first, e, there)
@@ -97,6 +98,7 @@ def decide(
     ids, gates, first, second, threshold, mask, counts, out_ids, out_gates, T, E,
     K: tl.constexpr, KP: tl.constexpr, BT: tl.constexpr, VIEWS: tl.constexpr, FUSION: tl.constexpr, GAIN: tl.constexpr,
     MIN_ACTIVE: tl.constexpr, MIN_MASS: tl.constexpr, MASKED: tl.constexpr, PHASED: tl.constexpr = False,
+    SQUARED: tl.constexpr = False,
 ):  # fmt: skip
     """out_ids, out_gates [T, k]: E in place of skipped experts, rescaled gates; counts += (routed, kept)."""
     t = tl.program_id(0) * BT + tl.arange(0, BT)
@@ -107,5 +109,5 @@ def decide(
     raw = tl.load(gates + at, mask=there, other=0.0)
     settle(
         e, raw, tl.minimum(t, T - 1), there, first, second, threshold, mask, counts, out_ids, out_gates, E,
-        K, VIEWS, FUSION, GAIN, MIN_ACTIVE, MIN_MASS, MASKED, PHASED,
+        K, VIEWS, FUSION, GAIN, MIN_ACTIVE, MIN_MASS, MASKED, PHASED, SQUARED,
     )  # fmt: skip

@@ -37,9 +37,11 @@ class Rcr(Gsp):
 
 @dataclass(frozen=True, kw_only=True)
 class Share(TokenPolicy):
-    """c_i = g_i / Σ_j g_j: no table at all."""
+    """c_i = g_i / Σ_j g_j: no table at all. `squared`: of g², the share of the power where outputs are orthogonal."""
 
     name: ClassVar[str] = "share"
 
+    squared: bool = False
+
     def contribution(self, routing: Routing) -> Tensor:
-        return rule.share(routing.gates)
+        return rule.share(routing.gates.float().square() if self.squared else routing.gates)

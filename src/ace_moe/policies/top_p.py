@@ -19,14 +19,16 @@ class TopP(TokenPolicy):
 
     The slot that crosses P is kept, and kept probabilities stay as they are. Their model is trained for it and applies
     the rule to all E experts; here it is applied to the routed k. The ACE paper's comparison renormalised (gain kept).
+    `squared`: the mass of g² instead, our variant.
     """
 
     name: ClassVar[str] = "top_p"
 
     gain: Gain = "none"
+    squared: bool = False
 
     def contribution(self, routing: Routing) -> Tensor:
-        mass = rule.share(routing.gates)
+        mass = rule.share(routing.gates.float().square() if self.squared else routing.gates)
         order = rule.rank(routing.gates.float().abs(), routing.ids)
         before = order.unsqueeze(-2) < order.unsqueeze(-1)
         # the sum may pass 1 by a rounding; a negative residual would be skipped at τ = 0

@@ -101,4 +101,5 @@ class Layer:
             "MIN_MASS": policy.min_mass,
             "MASKED": False,
             "PHASED": True,
+            "SQUARED": getattr(policy, "squared", False),
         }
