@@ -112,7 +112,7 @@ def _many(x: Tensor, ids: Tensor, gates: Tensor, weights: Weights) -> Tensor:
         **_down_options(weights, tiles, m),
     )  # fmt: skip
     width = min(1024, power_of_two(d))
-    many_kernel.many_sum[(triton.cdiv(d, width), tokens)](
+    many_kernel.many_sum[(tokens, triton.cdiv(d, width))](
         parts, ids, y, experts, d, TOP_K=k, BN=width, num_warps=4, **early
     )
     return y

@@ -118,10 +118,10 @@ def many_down(
 
 @triton.jit
 def many_sum(parts, ids, y, E, d, TOP_K: tl.constexpr, BN: tl.constexpr, EARLY: tl.constexpr):
-    """y [T, d] ← sum of a token's kept parts, in slot order, fp32. Grid (tiles of d, T)."""
+    """y [T, d] ← sum of a token's kept parts, in slot order, fp32. Grid (T, tiles of d): T may pass 65,535."""
     take_turn(EARLY)
-    token = tl.program_id(1).to(tl.int64)
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    token = tl.program_id(0).to(tl.int64)
+    n = tl.program_id(1) * BN + tl.arange(0, BN)
     total = tl.zeros((BN,), tl.float32)
     for slot in range(TOP_K):
         e = tl.load(ids + token * TOP_K + slot)
