@@ -120,6 +120,14 @@ def test_serving_page_is_the_stored_result():
     )
 
 
+def test_squared_gates_are_the_stored_result():
+    page = " ".join((ROOT / "docs" / "policies.md").read_text().split())
+    cells = {(c["method"], c["budget"]): c for c in stored("compare_squared_lab.json")["cells"] if c["gain"] == "none"}
+    for name in ("share:squared=true", "top_p:squared=true"):
+        change = [cells[name, b]["perplexity"] / cells["share", b]["perplexity"] - 1 for b in (0.3, 0.5, 0.6)]
+        assert f"`{name}` " + ", ".join(f"{c:+.1%}".replace("-", "−").replace("%", " %") for c in change) in page
+
+
 def test_layer_claims_hold():
     result = stored("layer_h200.json")
     whole = [r for r in result["rows"] if r["kept"] == 1]
