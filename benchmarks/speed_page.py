@@ -98,7 +98,7 @@ weights. Read ceiling {result["ceiling_tb_s"]:.2f} TB/s. `–`: not measured.
 
 {table(columns, rows)}
 
-Up to two tokens some four microseconds of launching and waiting do not shrink with the bytes. From 1,024 tokens on every
+Up to two tokens some five microseconds of launching and waiting do not shrink with the bytes. From 1,024 tokens on every
 expert is needed and products count instead of bytes.
 
 Deciding which slots run, µs: the rule alone, routing and rule in one kernel, and stock's softmax and top-k for comparison.
