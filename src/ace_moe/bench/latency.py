@@ -126,7 +126,9 @@ class Steps:
             self.decoder.step(self.tokens[:, self.prompt + i : self.prompt + i + 1])
 
     def time(self, repeats: int = 5) -> Timing:
-        """TPOT."""
+        """TPOT, after as many steps untimed: what ran before may have waited for the host and let the clocks sink."""
+        self.rewind()
+        self.run()
         found = median(self.run, repeats, self.model.device, self.rewind)
         gpu = None if found.gpu is None else found.gpu / STEPS
         return Timing(found.wall / STEPS, gpu, found.spread / STEPS)
