@@ -1,6 +1,6 @@
 """vLLM with and without skipping, interleaved in one run: TPOT by batch size and TTFT, on one GPU, by shape alone.
 
-    python benchmarks/serving.py --repeats 7 --out benchmarks/results/serving_h200.json
+    python benchmarks/serving.py --repeats 9 --out benchmarks/results/serving_h200.json
     python benchmarks/serving.py --tiny --eager --batches 1 4 --ttft 2x64      # two minutes on a CPU, to try the script
 
 Two engines share the GPU: vLLM as it is, and vLLM with the plugin, whose threshold is changed while it runs. Weights are

@@ -20,9 +20,13 @@ GAINS: tuple[Gain, ...] = ("kept", "none", "power")
 EPSILON = 1e-8
 
 
-def share(gates: Tensor, amplification: Tensor | None = None) -> Tensor:
-    """p_i = |g_i| A(e_i) / (Σ_j |g_j| A(e_j) + ε), in fp32; `amplification` [T, k] is the table at the slots' experts."""
-    score = gates.float().abs() if amplification is None else gates.float().abs() * amplification
+def share(gates: Tensor, amplification: Tensor | None = None, squared: bool = False) -> Tensor:
+    """p_i = |g_i| A(e_i) / (Σ_j |g_j| A(e_j) + ε), in fp32; `amplification` [T, k] is the table at the slots' experts.
+
+    `squared`: of g² instead of |g|.
+    """
+    score = gates.float().square() if squared else gates.float().abs()
+    score = score if amplification is None else score * amplification
     return score / (score.sum(-1, keepdim=True) + EPSILON)
 
 

@@ -36,19 +36,12 @@ class FastPath:
         first, second, *_ = [tables[name] for name in self.policy.needs] + [None, None]
         return first, second
 
-    def _settings(self) -> tuple[int, int, int, float, bool]:
-        from . import ops
-
-        fusion, gain = ops.FUSIONS.index(getattr(self.policy, "fusion", "max")), ops.GAINS.index(self.policy.gain)
-        squared = getattr(self.policy, "squared", False)
-        return fusion, gain, self.policy.min_active, self.policy.min_mass, squared
-
     def rule(self, routing: Routing, counts: Tensor, sentinel: int) -> tuple[Tensor, Tensor]:
         """ids, gates [T, k] for the dispatch from the router's."""
         from . import ops
 
         given = (routing.ids, routing.gates, *self._tables(routing.tables), routing.threshold, routing.token_mask)
-        return ops.rule(*given, counts, sentinel, *self._settings())
+        return ops.rule(*given, counts, sentinel, *ops.settings(self.policy))
 
     def routes(self, tokens: int) -> bool:
         """Whether the router's own top-k is left to `route` for this many tokens."""
@@ -62,7 +55,7 @@ class FastPath:
 
         assert self.top_k is not None
         given = (logits, *self._tables(tables), threshold, token_mask, counts)
-        return ops.route(*given, *self.top_k, logits.dtype, *self._settings())
+        return ops.route(*given, *self.top_k, logits.dtype, *ops.settings(self.policy))
 
     def experts(self, module: nn.Module, hidden: Tensor, ids: Tensor, gates: Tensor) -> Tensor:
         from . import ops

@@ -6,13 +6,21 @@ import torch
 import triton
 from torch import Tensor
 
+from ..policies import Policy
+from ..rule import GAINS
 from . import experts, route_kernel, rule_kernel
 from .activation import Activation
 from .experts import power_of_two
 from .launch import early_start
 
 FUSIONS = ("max", "min", "mean")
-GAINS = ("kept", "none", "power")
+SETTINGS = ("FUSION", "GAIN", "MIN_ACTIVE", "MIN_MASS", "SQUARED")  # the kernels' names for what `settings` returns
+
+
+def settings(policy: Policy) -> tuple[int, int, int, float, bool]:
+    """A policy as the rule kernel takes it."""
+    fusion, gain = FUSIONS.index(getattr(policy, "fusion", "max")), GAINS.index(policy.gain)
+    return fusion, gain, policy.min_active, policy.min_mass, getattr(policy, "squared", False)
 
 
 @torch.library.custom_op("ace_moe::rule", mutates_args=("counts",))

@@ -44,4 +44,4 @@ class Share(TokenPolicy):
     squared: bool = False
 
     def contribution(self, routing: Routing) -> Tensor:
-        return rule.share(routing.gates.float().square() if self.squared else routing.gates)
+        return rule.share(routing.gates, squared=self.squared)

@@ -28,7 +28,7 @@ class TopP(TokenPolicy):
     squared: bool = False
 
     def contribution(self, routing: Routing) -> Tensor:
-        mass = rule.share(routing.gates.float().square() if self.squared else routing.gates)
+        mass = rule.share(routing.gates, squared=self.squared)
         order = rule.rank(routing.gates.float().abs(), routing.ids)
         before = order.unsqueeze(-2) < order.unsqueeze(-1)
         # the sum may pass 1 by a rounding; a negative residual would be skipped at τ = 0

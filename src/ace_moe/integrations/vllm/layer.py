@@ -92,14 +92,5 @@ class Layer:
     def _constants(self) -> dict[str, int | float]:
         from ...dispatch import ops
 
-        policy = self.policy
-        return {
-            "VIEWS": len(self.tables),
-            "FUSION": ops.FUSIONS.index(getattr(policy, "fusion", "max")),
-            "GAIN": ops.GAINS.index(policy.gain),
-            "MIN_ACTIVE": policy.min_active,
-            "MIN_MASS": policy.min_mass,
-            "MASKED": False,
-            "PHASED": True,
-            "SQUARED": getattr(policy, "squared", False),
-        }
+        settings = dict(zip(ops.SETTINGS, ops.settings(self.policy), strict=True))
+        return {"VIEWS": len(self.tables), "MASKED": False, "PHASED": True, **settings}
