@@ -15,7 +15,7 @@ from transformers.integrations.moe import grouped_mm_experts_forward
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from ace_moe.dispatch import experts as dispatch
-from ace_moe.dispatch.attention import attend, workspace
+from ace_moe.kernels.attend import attend, workspace
 
 
 def experts_module(e: int, d: int, m: int, dtype: torch.dtype) -> Qwen3MoeExperts:

@@ -19,7 +19,7 @@ from tune import EXPERTS, HIDDEN, MIDDLE, TOP_K, graph_time, layer, routing
 from ace_moe.bench.run import read_rate
 from ace_moe.dispatch import FastPath
 from ace_moe.dispatch import experts as dispatch
-from ace_moe.dispatch.routing import TopK, reference
+from ace_moe.kernels.routing import TopK, reference
 from ace_moe.policies import Routing, make
 
 BYTES_PER_EXPERT = 3 * HIDDEN * MIDDLE * 2

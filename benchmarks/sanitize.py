@@ -10,9 +10,9 @@ import torch
 
 from ace_moe.dispatch import FastPath
 from ace_moe.dispatch import experts as dispatch
-from ace_moe.dispatch.activation import GELU_TANH, SILU, SWIGLU_OAI, Activation
-from ace_moe.dispatch.attention import attend, workspace
-from ace_moe.dispatch.routing import TopK
+from ace_moe.kernels.activation import GELU_TANH, SILU, SWIGLU_OAI, Activation
+from ace_moe.kernels.attend import attend, workspace
+from ace_moe.kernels.routing import TopK
 from ace_moe.policies import Routing, make
 
 EXPERTS, HIDDEN, MIDDLE, TOP_K = 12, 160, 72, 3

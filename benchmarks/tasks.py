@@ -41,7 +41,7 @@ def of_lm_eval(options: argparse.Namespace, plan: Path) -> tuple[Any, Any, Calla
     """(their model's harness, ours, how one of them is asked)."""
     from lm_eval.models.huggingface import HFLM
 
-    from ace_moe.integrations.lm_eval import AceLM, LmEval
+    from ace_moe.harnesses.lm_eval import AceLM, LmEval
 
     where = {"device": "cpu", "batch_size": options.batch}
     stock, ours = HFLM(options.model, **where), AceLM(options.model, plan=str(plan), **where)
@@ -57,7 +57,7 @@ def of_lm_eval(options: argparse.Namespace, plan: Path) -> tuple[Any, Any, Calla
 def of_evalscope(options: argparse.Namespace, plan: Path) -> tuple[Any, Any, Callable[..., Answers]]:
     from evalscope.models.modelscope import ModelScopeAPI
 
-    from ace_moe.integrations.evalscope import AceAPI, EvalScope
+    from ace_moe.harnesses.evalscope import AceAPI, EvalScope
 
     where = {"device_map": "cpu", "precision": "bfloat16"}
     stock, ours = ModelScopeAPI(options.model, **where), AceAPI(options.model, plan=str(plan), **where)

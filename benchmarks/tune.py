@@ -19,8 +19,8 @@ import torch
 
 from ace_moe.bench.run import read_rate
 from ace_moe.dispatch import experts as dispatch
-from ace_moe.dispatch.activation import SILU, Activation
-from ace_moe.dispatch.config import Tiles
+from ace_moe.kernels.activation import SILU, Activation
+from ace_moe.kernels.config import Tiles
 
 EXPERTS, HIDDEN, MIDDLE, TOP_K = 128, 2048, 768, 8
 LAYOUT = dispatch.Layout(True, False, False, Activation(SILU))

@@ -7,6 +7,7 @@ from pathlib import Path
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
+import hypothesis
 import pytest
 import torch
 
@@ -22,6 +23,10 @@ from ace_moe.plan import Plan
 from ace_moe.text import Windows
 
 logging.disable_progress_bar()
+# no test may depend on how fast the machine is; where a result decides whether work lands, examples are the same each time
+hypothesis.settings.register_profile("ci", deadline=None, derandomize=True)
+hypothesis.settings.register_profile("here", deadline=None)
+hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "here")
 torch.set_num_threads(1)  # the suite runs in two processes
 
 

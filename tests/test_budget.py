@@ -25,7 +25,7 @@ contributions = st.lists(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(contributions, st.floats(0, 1))
 def test_threshold_is_the_closest_achievable_count(values, wanted):
     """Against a sort: no other threshold on a bin edge comes closer to the appendix's m_q."""

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import io
-import json
 import os
 import re
 import shlex
 import shutil
-import subprocess
-import sys
-from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
-from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import pytest
@@ -22,43 +16,10 @@ from ace_moe import cli
 from ace_moe.demo import MODEL, TEXT
 from ace_moe.errors import BudgetError
 from ace_moe.plan import Plan
+from command import run_ace, start_ace
 
-ACE = Path(sys.executable).with_name("ace")
 COMMANDS = typer.main.get_command(cli.app).commands  # type: ignore[attr-defined]
 PASS = ("--tokens", 1024, "--window", 256)  # a text pass of a fraction of a second
-
-
-class Ran(NamedTuple):
-    """What a command left behind."""
-
-    code: int
-    out: str
-    err: str
-
-    @property
-    def json(self) -> Any:
-        assert self.code == 0, self.err
-        return json.loads(self.out)
-
-
-def run_ace(*arguments: object) -> Ran:
-    """`ace …` in this process, through the entry point the script calls."""
-    out, err = io.StringIO(), io.StringIO()
-    with (
-        patch.object(sys, "argv", ["ace", *map(str, arguments)]),
-        redirect_stdout(out),
-        redirect_stderr(err),
-        pytest.raises(SystemExit) as stop,
-    ):
-        cli.main()
-    return Ran(int(stop.value.code or 0), out.getvalue(), err.getvalue())
-
-
-def start_ace(*arguments: object, **options: Any) -> Ran:
-    """`ace …` as a process of its own, the installed script."""
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", **options.pop("env", {})}
-    done = subprocess.run([ACE, *map(str, arguments)], capture_output=True, text=True, env=environment, **options)
-    return Ran(done.returncode, done.stdout, done.stderr)
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +50,7 @@ def test_tables_json(tmp_path: Path) -> None:
     assert made["plan"] == str(path)
     assert made["layers"] == 6
     assert made["undefined"] == {}
-    assert 0 < made["seconds"] < 60
+    assert made["seconds"] > 0
     assert Plan.load(path).thresholds == ()
     assert [p.name for p in tmp_path.iterdir()] == ["plan.safetensors"]
 

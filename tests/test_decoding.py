@@ -9,9 +9,9 @@ import zoo
 from ace_moe import ACE, build_plan
 from ace_moe.bench.latency import WHOLE
 from ace_moe.decoding import Decoder
+from ace_moe.decoding.layerwise import build_of, compiled_layers, decoder_layers
 from ace_moe.errors import IntegrationError
 from ace_moe.integrations import attention
-from ace_moe.integrations.layerwise import build_of, compiled_layers, decoder_layers
 from ace_moe.loading import load_model
 
 

@@ -123,7 +123,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @given(plan=plans())
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 def test_what_is_saved_comes_back(folder: Path, plan: Plan) -> None:
     """Any keys, numbered or paths, any values: equal to the bit, and a second save writes the same bytes."""
     path = plan.save(folder / "plan.safetensors")

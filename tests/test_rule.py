@@ -57,7 +57,7 @@ def decide(policy, gates, ids, tables, tau):
     return policy.route(Routing(ids, gates, tables, torch.tensor(tau)))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(tokens(), threshold, st.integers(1, 4))
 def test_paper_preset_is_algorithm_4(case, tau, min_active):
     """`kept` is the paper's renormalisation for gates that sum to 1. τ lies away from every contribution."""
@@ -94,7 +94,7 @@ def test_paper_preset_is_pinned():
     }
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(tokens(), st.sampled_from(PLAIN), st.sampled_from(rule.GAINS), st.sampled_from([0.0, 0.5]))
 def test_threshold_zero_returns_the_routers_own_gates(case, name, gain, min_mass):
     gates, ids, tables = case
@@ -104,7 +104,7 @@ def test_threshold_zero_returns_the_routers_own_gates(case, name, gain, min_mass
         assert torch.equal(found.gates, gates.to(dtype))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(tokens(), threshold, st.integers(1, 4), st.sampled_from(PLAIN))
 def test_a_token_is_decided_by_itself(case, tau, min_active, name):
     """Not by its batch, nor by the order of its slots."""
@@ -124,7 +124,7 @@ def test_a_token_is_decided_by_itself(case, tau, min_active, name):
             assert torch.equal(alone.keep[0], together.keep[row, order])
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(tokens(), st.integers(1, 8), st.sampled_from([0.0, 0.3, 0.9]))
 def test_safeguards_hold_for_any_threshold(case, min_active, min_mass):
     gates, ids, tables = case
@@ -138,7 +138,7 @@ def test_safeguards_hold_for_any_threshold(case, min_active, min_mass):
         assert (found.keep.sum(-1) == min(min_active, k)).all(), "a threshold above all keeps the protected slots alone"
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(tokens())
 def test_ties_go_to_the_lower_expert(case):
     gates, ids, _ = case

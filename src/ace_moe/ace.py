@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from .budget import check_budget
 from .checkpoint import MoEModel
 from .dispatch import Choice, fast_path
-from .errors import BudgetError, IntegrationError, PlanError
+from .errors import BudgetError, IntegrationError, PlanError, PolicyError
 from .integrations.transformers import Attachment
 from .plan import Phase, Plan, missing_table
 from .policies import PRESETS, Policy, make
@@ -217,9 +217,9 @@ def choose(policy: str | Policy = "ace", preset: str | None = None, **settings: 
     if preset is None:
         return make(policy, **settings)
     if preset not in PRESETS:
-        raise BudgetError(f"There is no preset {preset!r}. Choose one of: {', '.join(PRESETS)}.")
+        raise PolicyError(f"There is no preset {preset!r}. Choose one of: {', '.join(PRESETS)}.")
     if policy not in ("ace", PRESETS[preset].name):
-        raise BudgetError(f"Preset {preset!r} is a policy by itself; give it or policy={policy!r}, not both.")
+        raise PolicyError(f"Preset {preset!r} is a policy by itself; give it or policy={policy!r}, not both.")
     return make(PRESETS[preset], **settings)
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .errors import BudgetError, CheckpointError
+from .errors import BudgetError, ModelError
 
 BINS = 1 << 20  # a power of two: scaling a float by it is exact, so "bin < b" and "contribution < b / BINS" agree
 
@@ -44,7 +44,7 @@ class Histogram:
         if self._counts is None:
             bins = self.bins.cpu()
             if bins[-1]:
-                raise CheckpointError(
+                raise ModelError(
                     "The model gives gates that are not numbers (NaN). Its weights are damaged or its precision is too low "
                     "for them; download it again, or load it in bfloat16 or float32."
                 )

@@ -1,8 +1,5 @@
 """Errors of our own: each message says what is wrong and what to do about it."""
 
-import os
-from pathlib import Path
-
 
 class AceError(Exception):
     """Base of every error this package raises on purpose."""
@@ -16,25 +13,48 @@ class StructureError(AceError):
     """A model is built in a way the tables or the rule have no meaning for."""
 
 
+class ModelError(AceError):
+    """A running model gives no usable numbers."""
+
+
+class DeviceError(AceError):
+    """A device is not there or has no room."""
+
+
 class PlanError(AceError):
     """A plan file is damaged, of another schema, or of another model."""
 
 
+class PolicyError(AceError):
+    """A policy, preset or one of their settings is unknown, out of range or not usable here."""
+
+
 class BudgetError(AceError):
-    """A budget cannot be met or has no threshold yet."""
+    """A budget or threshold cannot be met or has no entry yet."""
 
 
 class TextError(AceError):
     """A text cannot serve as workload: empty, too short, wrong tokenizer."""
 
 
+class TaskError(AceError):
+    """Questions of a task are missing or damaged."""
+
+
+class OptionError(AceError):
+    """An option or argument has a value that means nothing."""
+
+
+class OutputError(AceError):
+    """A file cannot be written where it should go."""
+
+
+class ResultError(AceError):
+    """A results file is damaged, of another kind, or of another measurement."""
+
+
 class IntegrationError(AceError):
-    """A model cannot be attached, or skipping could not take effect."""
-
-
-def expand(path: str | Path) -> Path:
-    """`~` as the home folder. A user that does not exist stays as typed, so that "there is no file" follows."""
-    return Path(os.path.expanduser(path))
+    """A model or engine cannot be attached, or skipping could not take effect."""
 
 
 def brief(error: BaseException) -> str:

@@ -7,6 +7,11 @@ import tempfile
 from pathlib import Path
 
 
+def expand(path: str | Path) -> Path:
+    """`~` as the home folder. A user that does not exist stays as typed, so that "there is no file" follows."""
+    return Path(os.path.expanduser(path))
+
+
 def replace_whole(path: Path, data: bytes) -> None:
     """Write beside the target, flush, move over it in one step: a kill leaves the old file or the new one."""
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")

@@ -12,7 +12,7 @@ from .checkpoint import resolve
 from .checkpoint.model import load_config
 from .checkpoint.source import locate
 from .checkpoint.structure import model_class
-from .errors import CheckpointError, TextError, brief
+from .errors import CheckpointError, DeviceError, OptionError, TextError, brief
 from .text import Windows, cut, encode, read_text
 
 
@@ -47,7 +47,7 @@ def check_device(device: str) -> None:
     try:
         torch.zeros(1, device=device).item()
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise CheckpointError(
+        raise DeviceError(
             f"Device {device!r} cannot be used here ({brief(error)}). Choose --device cpu, or cuda where there is a GPU."
         ) from error
 
@@ -76,9 +76,9 @@ def _vocabulary(model: PreTrainedModel) -> int:
 
 def check_prompt(prompt: str, max_new_tokens: int) -> None:
     if not prompt:
-        raise TextError("The prompt is empty. Give the model some text to continue with --prompt.")
+        raise OptionError("The prompt is empty. Give the model some text to continue with --prompt.")
     if max_new_tokens < 1:
-        raise TextError(f"There is nothing to generate: give --max-new-tokens of at least 1, not {max_new_tokens}.")
+        raise OptionError(f"There is nothing to generate: give --max-new-tokens of at least 1, not {max_new_tokens}.")
 
 
 @torch.inference_mode()
@@ -87,6 +87,8 @@ def generate(model: PreTrainedModel, tokenizer: Any, prompt: str, max_new_tokens
     check_prompt(prompt, max_new_tokens)
     ids = encode(tokenizer, prompt, _vocabulary(model)).to(model.device)[None]
     if not ids.numel():
-        raise TextError(f"The tokenizer makes no token of the prompt {prompt!r}. Give the model some text to continue.")
+        raise OptionError(
+            f"The tokenizer makes no token of the prompt {prompt!r}. Give the model some text to continue."
+        )
     made = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_new_tokens, do_sample=False)
     return tokenizer.decode(made[0, ids.shape[1] :], skip_special_tokens=True)

@@ -16,9 +16,9 @@ from .ace import ACE
 from .budget import Fit, Histogram
 from .checkpoint import MoELayer, MoEModel
 from .errors import BudgetError, StructureError
-from .evaluate.perplexity import Score, score
 from .plan import Plan, Threshold
 from .policies import Policy
+from .scoring import Score, score
 from .tables import TABLES, tables
 from .text import Windows
 

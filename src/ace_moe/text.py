@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .errors import TextError, brief, expand
+from .errors import OptionError, TextError, brief
+from .files import expand
 from .plan import Workload
 
 
@@ -52,7 +53,7 @@ def read_text(path: str | Path) -> str:
 def check_sizes(window: int, tokens: int | None = None, batch: int = 1) -> None:
     """Sizes a pass can have; a window predicts every token but its first, so one token is none."""
     if window < 2 or batch < 1 or (tokens is not None and tokens < window):
-        raise TextError(
+        raise OptionError(
             f"A pass needs windows of at least 2 tokens, at least one window in `tokens` and one at a time; not window "
             f"{window}, tokens {tokens}, batch {batch}. Change --window, --tokens or --batch."
         )

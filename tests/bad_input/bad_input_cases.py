@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from test_cli import Ran
+from command import Ran
 
 LAYERS, EXPERTS, TOP_K = 2, 8, 4
 Refuse = Callable[..., str]

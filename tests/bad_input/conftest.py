@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from ace_moe import Plan, build_plan
 from ace_moe.plan import Threshold, Workload
 from ace_moe.policies import Ace
-from test_cli import run_ace
+from command import run_ace
 
 
 @pytest.fixture(scope="session")

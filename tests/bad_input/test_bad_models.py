@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from bad_input_cases import Refuse, edit_config, paragraph, run_arguments
 
-from test_cli import start_ace
+from command import start_ace
 
 
 @pytest.mark.parametrize("command", ["tables", "inspect", "run"])

@@ -14,7 +14,7 @@ import pytest
 from bad_input_cases import Refuse, budget_arguments, paragraph, snapshot
 
 from ace_moe.offline import Passes
-from test_cli import run_ace, start_ace
+from command import run_ace, start_ace
 
 
 def test_output_in_no_folder(single: Path, tmp_path: Path, refuse: Refuse) -> None:

@@ -13,7 +13,8 @@ from bad_input_cases import rewrite
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ace_moe import ACE, AceError, Plan, show
+from ace_moe import ACE, AceError, Plan
+from ace_moe.cli import show
 from ace_moe.errors import PlanError
 
 
@@ -36,7 +37,7 @@ def test_plan_cut_in_its_header(keep: int, scratch: tuple[Path, bytes]) -> None:
 
 
 @given(share=st.floats(0, 1, exclude_max=True))
-@settings(deadline=None)
+@settings()
 def test_plan_cut_anywhere(scratch: tuple[Path, bytes], share: float) -> None:
     """A file shorter by any number of bytes, one included, is not taken for a plan."""
     path, data = scratch
@@ -44,7 +45,7 @@ def test_plan_cut_anywhere(scratch: tuple[Path, bytes], share: float) -> None:
 
 
 @given(data=st.one_of(st.binary(max_size=400), st.binary(max_size=80).map(lambda b: struct.pack("<Q", len(b)) + b)))
-@settings(deadline=None)
+@settings()
 def test_random_bytes(scratch: tuple[Path, bytes], data: bytes) -> None:
     """Also behind a header length that is right."""
     refused_bytes(scratch[0], data)
@@ -52,7 +53,7 @@ def test_random_bytes(scratch: tuple[Path, bytes], data: bytes) -> None:
 
 @pytest.mark.filterwarnings("ignore:no threshold was mapped")
 @given(seed=st.data())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_flipped_header_bytes(scratch: tuple[Path, bytes], seed: st.DataObject) -> None:
     """A damaged header is refused, or what is left of it is a plan that can be used; never anything else."""
     path, data = scratch
@@ -71,7 +72,7 @@ JSON = st.recursive(
 
 @pytest.mark.filterwarnings("ignore:no threshold was mapped")
 @given(seed=st.data())
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=300, suppress_health_check=[HealthCheck.too_slow])
 def test_edited_metadata(scratch: tuple[Path, bytes], seed: st.DataObject) -> None:
     """Any value anywhere in the metadata: refused when the plan is loaded, or harmless in everything that reads it."""
     path, data = scratch

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from bad_input_cases import budget_arguments, run_arguments
 
-from test_cli import run_ace
+from command import run_ace
 
 
 def test_the_good_inputs_are_good(single: Path, sharded: Path, plan: Path, text: Path, tmp_path: Path) -> None:

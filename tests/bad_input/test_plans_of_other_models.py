@@ -12,7 +12,7 @@ from bad_input_cases import LAYERS, TOP_K, Refuse, budget_arguments, run_argumen
 from ace_moe import ACE, AceError, Plan
 from ace_moe.errors import IntegrationError, PlanError, StructureError
 from ace_moe.loading import load_model
-from test_cli import run_ace
+from command import run_ace
 
 
 def test_plan_of_another_structure(plan: Path, text: Path, tmp_path: Path, refuse: Refuse) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
-import time
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,15 +14,15 @@ import pytest
 from transformers import PreTrainedModel
 
 from ace_moe.demo import MODEL, TEXT
-from ace_moe.errors import BudgetError
+from ace_moe.errors import BudgetError, OutputError, ResultError
 from ace_moe.evaluate.compare import against, compare, score_of
 from ace_moe.evaluate.grid import Grid, parse_gains, parse_method, parse_methods
 from ace_moe.evaluate.mapping import Bench
-from ace_moe.evaluate.store import ResultError, open_results, read_json, write_json
+from ace_moe.evaluate.store import open_results, read_json, write_json
 from ace_moe.plan import Plan
 from ace_moe.policies import POLICIES
 from ace_moe.text import Windows
-from test_cli import ACE, run_ace
+from command import run_ace
 
 FACTS: dict[str, Any] = {"model": {"name": "demo"}}
 SMALL = ("--text", TEXT, "--tokens", 512, "--window", 128)
@@ -148,7 +148,7 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
     write_json(path, {"a": 1})
     with pytest.raises(ValueError, match="JSON"):
         write_json(path, {"a": float("nan")})
-    with pytest.raises(ResultError, match="could not be written"):
+    with pytest.raises(OutputError, match="could not be written"):
         write_json(tmp_path / "no folder" / "results.json", {})
     assert json.loads(path.read_text()) == {"a": 1}
     assert [p.name for p in tmp_path.iterdir()] == ["results.json"]
@@ -158,15 +158,28 @@ def cells_of(path: Path) -> list[dict[str, Any]]:
     return json.loads(path.read_text())["cells"] if path.exists() else []
 
 
-def kill_after(count: int, command: list[str], path: Path) -> list[dict[str, Any]]:
-    """Run the command, kill it the hard way once the file has `count` cells; the cells it left."""
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    end = time.monotonic() + 120
-    while len(cells_of(path)) < count:
-        assert process.poll() is None and time.monotonic() < end, "the grid ended before it could be killed"
-        time.sleep(0.002)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+KILLED = """
+import json, os, signal, sys
+from ace_moe import files
+
+count, replace = int(sys.argv.pop(1)), os.replace
+
+def replace_and_die(source, target):
+    cells = len(json.loads(open(source).read()).get("cells", ()))
+    if cells == count + 1:  # in the middle of writing one more
+        os.kill(os.getpid(), signal.SIGKILL)
+    replace(source, target)
+
+files.os.replace = replace_and_die
+from ace_moe.cli import main
+main()
+"""
+
+
+def kill_after(count: int, arguments: list[str], path: Path) -> list[dict[str, Any]]:
+    """The command in a process that is killed the hard way while it writes the cell after `count`; the cells it left."""
+    done = subprocess.run([sys.executable, "-c", KILLED, str(count), *arguments], capture_output=True, check=False)
+    assert done.returncode == -signal.SIGKILL, done.stderr
     return cells_of(path)
 
 
@@ -175,11 +188,10 @@ def test_killed_twice_and_finished(tmp_path: Path) -> None:
     path = tmp_path / "results.json"
     grid = ("--methods", "share,gsp,alloc_t", "--budgets", "0.4,0.6", "--gains", "kept,power")
     options = [*grid, "-o", path, "--text", TEXT, "--tokens", 256, "--window", 128]
-    command = [str(a) for a in (ACE, "compare", MODEL, *options)]
-    first = kill_after(2, command, path)
-    second = kill_after(len(first) + 2, command, path)
+    command = [str(a) for a in ("compare", MODEL, *options)]
+    first, second = kill_after(2, command, path), kill_after(5, command, path)
     assert second[: len(first)] == first
-    assert 2 <= len(first) < len(second) < 12
+    assert (len(first), len(second)) == (2, 5)
     done = run_ace("compare", MODEL, *options, "--json").json
     assert done["cells"] == 12
     cells = cells_of(path)

@@ -9,10 +9,10 @@ from transformers import PreTrainedModel
 
 from ace_moe import ACE
 from ace_moe.evaluate.mapping import Bench, Near, Recorder, by_quantile, dense_pass, fit
-from ace_moe.evaluate.perplexity import score
 from ace_moe.offline import Passes
 from ace_moe.plan import Plan
 from ace_moe.policies import Routing, Share, make
+from ace_moe.scoring import score
 from ace_moe.text import Windows
 
 EDGE = 100 / 1024  # of a bin of the histogram: there its ratio is exact

@@ -11,7 +11,7 @@ import pytest
 
 from ace_moe.demo import MODEL, TEXT
 from ace_moe.evaluate import quality
-from test_cli import run_ace
+from command import run_ace
 
 SMALL = ("--text", TEXT, "--tokens", 300, "--window", 128)
 

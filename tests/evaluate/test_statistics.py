@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from ace_moe.errors import TextError
-from ace_moe.evaluate.perplexity import Score
 from ace_moe.evaluate.statistics import (
     draws,
     expanded_tail,
@@ -23,6 +22,7 @@ from ace_moe.evaluate.statistics import (
     spearman,
     t_quantile,
 )
+from ace_moe.scoring import Score
 
 
 def normal(count: int, seed: int, mean: float = 0.0) -> list[float]:

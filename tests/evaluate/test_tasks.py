@@ -14,7 +14,7 @@ from ace_moe.errors import IntegrationError, TextError
 from ace_moe.evaluate.answers import as_number, boxed, last_number, program, same_answer
 from ace_moe.evaluate.sandbox import Limits, check_allowed, passes
 from ace_moe.evaluate.tasks import PAPER, TASKS, check_source, evaluate, find_file, parse_tasks, read_rows
-from test_cli import run_ace
+from command import run_ace
 
 ROWS: dict[str, dict[str, Any]] = {
     "arc_easy": {"query": "Question: Which is wet?", "choices": ["fire", "water"], "gold": 1},

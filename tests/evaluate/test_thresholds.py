@@ -20,7 +20,7 @@ from ace_moe.offline import Passes
 from ace_moe.plan import Plan
 from ace_moe.policies import make
 from ace_moe.text import Windows
-from test_cli import run_ace
+from command import run_ace
 
 CODE = "def add(a, b):\n    return a + b\n\n\nclass Point:\n    def __init__(self, x, y):\n        self.x = x\n"
 

@@ -13,7 +13,7 @@ from ace_moe.errors import IntegrationError, PlanError, TextError
 from ace_moe.offline import add_tables, calibrate, prepare
 from ace_moe.policies import POLICIES, make
 from ace_moe.tables import table
-from test_cli import run_ace
+from command import run_ace
 
 CALIBRATED = [name for name in POLICIES if make(name).calibrated]
 

@@ -87,7 +87,7 @@ FORMULAS = {
 
 
 @pytest.mark.parametrize("name", FORMULAS)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @cases(seeds, kinds, slots)
 def test_contribution_is_the_cited_formula(name, seed, kind, k):
     given = routing(kind, tokens=3, seed=seed, k=k)
@@ -113,7 +113,7 @@ def test_which_table_is_read(name):
     torch.testing.assert_close(found, expected)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @cases(seeds, kinds, st.sampled_from([0.2, 0.45, 0.7]))
 def test_naee_is_the_published_rule_for_two_slots(seed, kind, median):
     """τ = 1/2: the second slot goes iff p_2 < β p_1, and the weights left are divided by their sum."""
@@ -128,7 +128,7 @@ def test_naee_is_the_published_rule_for_two_slots(seed, kind, median):
         assert float(found.gates[row].sum()) == pytest.approx(float(given.gates[row].sum()), rel=1e-5)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @cases(seeds, st.sampled_from(["sorted", "unsorted"]), st.sampled_from([0.3, 0.5, 0.8]))
 def test_top_p_keeps_the_smallest_prefix_that_exceeds_p(seed, kind, mass):
     given = routing(kind, 1 - mass, tokens=4, seed=seed, k=6)
@@ -179,7 +179,7 @@ def test_relative_is_ik_llamas_rule():
         assert keep == [i in order[:2] or g[i] > 0.4 * max(g) for i in range(4)]
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @cases(seeds, st.booleans(), st.sampled_from([0.3, 0.7, 1.2]))
 def test_pesf_counts_a_sequence(seed, padded, alpha):
     """Expert e is dropped from a sequence iff its count < α L k / E; τ = α / (1 + α)."""

@@ -12,11 +12,11 @@ from demo_parts import expert, layer_of, logits_of
 
 from ace_moe import ACE
 from ace_moe.errors import StructureError
-from ace_moe.evaluate.perplexity import score
 from ace_moe.policies import make
 from ace_moe.policies.calibration import Call, answers, sites, watch
 from ace_moe.policies.diep_training import train
 from ace_moe.policies.expert_sparsity import Loss
+from ace_moe.scoring import score
 
 
 @torch.no_grad()

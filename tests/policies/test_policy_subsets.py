@@ -62,7 +62,7 @@ def demand(given, rows):
 # ---- batches ----------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @cases(seeds, kinds, knobs, groups)
 def test_xshare(seed, kind, tau, group):
     given = routing(kind, tau, tokens=8, seed=seed)
@@ -77,7 +77,7 @@ def test_xshare(seed, kind, tau, group):
             assert found(decision, t) == pytest.approx(literal_top_k(given, t, chosen), rel=1e-4)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @cases(seeds, kinds, knobs)
 def test_xshare_as_compared(seed, kind, tau):
     given = routing(kind, tau, tokens=8, seed=seed)
@@ -89,7 +89,7 @@ def test_xshare_as_compared(seed, kind, tau):
         assert found(decision, t) == pytest.approx(literal_kept(given, t, keep), rel=1e-4)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @cases(seeds, kinds, knobs, groups, st.booleans())
 def test_oea(seed, kind, tau, group, refill):
     given = routing(kind, tau, tokens=8, seed=seed)
@@ -103,7 +103,7 @@ def test_oea(seed, kind, tau, group, refill):
             assert found(decision, t) == pytest.approx(expected, rel=1e-4)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @cases(seeds, kinds, knobs, groups, st.sampled_from([1, 2]))
 def test_sere(seed, kind, tau, group, select):
     """The kernel's loop: argmax over the batch's primary experts, kept where the similarity is under ρ; then merged."""
@@ -124,7 +124,7 @@ def test_sere(seed, kind, tau, group, select):
             assert found(decision, t) == pytest.approx(expected, rel=1e-5)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @cases(seeds, kinds, knobs, st.integers(1, 3))
 def test_alloc_t(seed, kind, tau, base):
     """Every token its top K_base, then the largest of all other gates until the layer's budget is spent."""
@@ -142,7 +142,7 @@ def test_alloc_t(seed, kind, tau, base):
 # ---- layers -----------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @cases(st.lists(st.lists(st.floats(0, 9), min_size=1, max_size=4), min_size=1, max_size=4))
 def test_allocation_is_the_optimum_for_every_total(costs):
     shares = allocate([torch.tensor(c, dtype=torch.float64) for c in costs])
@@ -181,7 +181,7 @@ def removed(name, given, tau, most):
 
 
 @pytest.mark.parametrize("name", ["expert_sparsity", "reap:prune", "aimer:prune", "diep"])
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @cases(seeds, kinds, knobs | st.just(1.0), st.booleans())
 def test_pruning(name, seed, kind, tau, refill):
     """Without the pruned router rows, k experts at the least; or their slots skipped, the top one excepted."""

@@ -9,7 +9,7 @@ import pytest
 
 from ace_moe.demo import MODEL, TEXT
 from ace_moe.evaluate.statistics import mean_difference, mean_interval
-from test_cli import run_ace
+from command import run_ace
 
 FACTS = {"model": {"name": "model"}, "environment": {"ace_moe": "0", "torch": "0", "transformers": "0"}}
 SMALL = ("--tokens", 256, "--window", 64)

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from ace_moe.evaluate.store import ResultError
+from ace_moe.errors import ResultError
 from ace_moe.report.page import SCRIPTS, asset, embed, kind_of, page, write_page
-from test_cli import run_ace
+from command import run_ace
 
 
 def data_of(text: str) -> dict:  # type: ignore[type-arg]

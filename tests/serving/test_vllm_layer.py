@@ -10,9 +10,9 @@ import torch
 from serving_parts import EXPERTS, TOP_K, layer, routing
 
 from ace_moe import rule
-from ace_moe.dispatch.routing import TopK
 from ace_moe.integrations.vllm.layer import SKIPPED
 from ace_moe.integrations.vllm.phases import Phases
+from ace_moe.kernels.routing import TopK
 
 
 def test_each_phase_has_its_threshold_and_its_counters() -> None:

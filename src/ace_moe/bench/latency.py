@@ -18,7 +18,7 @@ from transformers import AttentionInterface, PreTrainedModel, StaticCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from ..decoding import Decoder
-from ..integrations.layerwise import compiled_layers
+from ..decoding.layerwise import compiled_layers
 
 STEPS = 16  # tokens of one timed decode
 # SDPA under a name that transformers knows no mask for: while a CUDA graph is recorded it would make one, which a whole

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..cli.show import table
 from ..errors import IntegrationError
-from ..show import table
 from .run import UNRULED, Row
 
 if TYPE_CHECKING:

@@ -13,7 +13,8 @@ from huggingface_hub import snapshot_download
 from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
-from ..errors import AceError, CheckpointError, brief, expand
+from ..errors import AceError, CheckpointError, brief
+from ..files import expand
 from .layers import assemble
 from .records import MoELayer, Site
 from .source import CheckpointSource, ModelSource

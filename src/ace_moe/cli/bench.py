@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .. import show
-from ..errors import BudgetError
+from ..errors import OptionError
 from ..files import replace_whole
+from . import show
 from .common import AsJson, Device, app, note, out, parse_budgets, print_json
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ def _grid(rows: str, prefill: str | None, decode: str | None) -> tuple[list[tupl
         FULL: ([*TABLE, (1024, 16), (8192, 1)], batches),
     }
     if rows not in grids:
-        raise BudgetError(f"--rows is one of {', '.join(grids)}; {rows!r} is not.")
+        raise OptionError(f"--rows is one of {', '.join(grids)}; {rows!r} is not.")
     prompts, steps = grids[rows]
     if prefill is None and decode is None:
         return prompts, steps
@@ -106,7 +106,7 @@ def _sizes(text: str, length: int | None) -> list[tuple[int, int]]:
             raise ValueError
         return sizes
     except (ValueError, IndexError):
-        raise BudgetError(f"Sizes are tokens x batch such as 1024x4,512x1; {text!r} is not.") from None
+        raise OptionError(f"Sizes are tokens x batch such as 1024x4,512x1; {text!r} is not.") from None
 
 
 def _model(model: str | None, shape: str | None, layers: int | None, device: str | None) -> PreTrainedModel:
@@ -116,7 +116,7 @@ def _model(model: str | None, shape: str | None, layers: int | None, device: str
     from ..loading import load_model
 
     if (model is None) == (shape is None):
-        raise BudgetError("Name a checkpoint or a shape (--shape qwen3-30b-a3b), not both.")
+        raise OptionError("Name a checkpoint or a shape (--shape qwen3-30b-a3b), not both.")
     if shape is not None:
         return build(shape, device or ("cuda" if torch.cuda.is_available() else "cpu"), layers)
     return load_model(str(model), device=device)

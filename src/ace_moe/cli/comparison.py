@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .. import show
+from . import show
 from .common import (
     AsJson,
     Device,

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from .. import show
+from . import show
 from .common import (
     AllowOtherWeights,
     AsJson,

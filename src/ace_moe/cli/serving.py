@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ..errors import IntegrationError
+from ..errors import BudgetError, IntegrationError, OptionError
 from .common import (
     AllowOtherWeights,
     GainName,
@@ -83,13 +83,13 @@ def parse_kernels(value: str) -> bool | int | str:
         return names[value]
     if value.isdigit():
         return int(value)
-    raise IntegrationError(f"--kernels is auto, on, off or the largest number of tokens, not {value!r}.")
+    raise OptionError(f"--kernels is auto, on, off or the largest number of tokens, not {value!r}.")
 
 
 def refuse_flags(flags: list[str]) -> None:
     """What the server would refuse minutes later, said at once."""
     if any(flag.split("=")[0] == "--enable-lora" for flag in flags):
-        raise IntegrationError(
+        raise OptionError(
             "ACE does not work with --enable-lora: LoRA aligns all routed slots itself. Serve without one of the two."
         )
 
@@ -111,7 +111,6 @@ def find_plan(model: str, plan: Path | None, settings: Any, text: Path | None) -
 def map_budgets(model: str, plan: Path, settings: Any, text: Path) -> None:
     """Thresholds for the budgets that the plan has none for, by `ace budget`'s own passes."""
     from ..ace import ACE
-    from ..errors import BudgetError
     from ..loading import load_model, load_tokenizer, load_windows
     from ..offline import Passes, fit_budgets, thresholds
     from ..plan import Plan
@@ -178,5 +177,5 @@ def take_additional(flags: list[str]) -> tuple[list[str], dict[str, Any]]:
         except ValueError:
             found = None
         if not isinstance(found, dict):
-            raise IntegrationError("--additional-config takes a JSON object.")
+            raise OptionError("--additional-config takes a JSON object.")
     return rest, found

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .. import show
-from ..errors import IntegrationError
+from ..errors import OptionError
+from . import show
 from .common import (
     AllowOtherWeights,
     AsJson,
@@ -85,11 +85,10 @@ def perplexity(
 
 def _ace(plan: Path | None, skip: float, other: bool, options: dict[str, Any]) -> ACE | None:
     from ..ace import ACE
-    from ..errors import BudgetError
 
     if plan is None:
         if skip:
-            raise BudgetError(f"Skipping {skip:.0%} needs a plan: give one with --plan, made by `ace tables`.")
+            raise OptionError(f"Skipping {skip:.0%} needs a plan: give one with --plan, made by `ace tables`.")
         return None
     return ACE.load(plan, skip, allow_other_weights=other, **options)
 
@@ -160,11 +159,11 @@ def _harness(
 ) -> Harness:
     given: dict[str, Any] = {"plan": str(plan), **options}
     if name == "lm-eval":
-        from ..integrations.lm_eval import AceLM, LmEval
+        from ..harnesses.lm_eval import AceLM, LmEval
 
         given |= {"device": device} if device else {}
         return LmEval(AceLM(model, batch_size=batch, **given), chat=chat, cap=cap)
-    from ..integrations.evalscope import AceAPI, EvalScope
+    from ..harnesses.evalscope import AceAPI, EvalScope
 
     given |= {"device_map": device} if device else {}
     return EvalScope(AceAPI(model, precision="auto", **given), cap, batch)
@@ -172,7 +171,7 @@ def _harness(
 
 def check_harness(name: str) -> None:
     if name not in HARNESSES:
-        raise IntegrationError(f"There is no harness {name!r}. Choose one of: {', '.join(HARNESSES)}.")
+        raise OptionError(f"There is no harness {name!r}. Choose one of: {', '.join(HARNESSES)}.")
 
 
 @app.command(
@@ -185,6 +184,6 @@ def lm_eval(context: typer.Context) -> None:
 
     Its own help: ace lm-eval -- --help
     """
-    from ..integrations.lm_eval import main
+    from ..harnesses.lm_eval import main
 
     main(context.args)

@@ -18,8 +18,8 @@ from ..errors import IntegrationError
 from ..policies import Ace, Gsp, Policy, Rcr, Routing, Share
 
 if TYPE_CHECKING:
-    from .experts import Layout
-    from .routing import TopK
+    from ..kernels.experts import Layout
+    from ..kernels.routing import TopK
 
 Choice = Literal["auto", "torch", "kernels"]
 RULED = (Ace, Gsp, Rcr, Share)  # policies the rule kernel decides
@@ -38,7 +38,7 @@ class FastPath:
 
     def rule(self, routing: Routing, counts: Tensor, sentinel: int) -> tuple[Tensor, Tensor]:
         """ids, gates [T, k] for the dispatch from the router's."""
-        from . import ops
+        from ..kernels import ops
 
         given = (routing.ids, routing.gates, *self._tables(routing.tables), routing.threshold, routing.token_mask)
         return ops.rule(*given, counts, sentinel, *ops.settings(self.policy))
@@ -51,14 +51,14 @@ class FastPath:
         self, logits: Tensor, tables: Mapping[str, Tensor], threshold: Tensor, token_mask: Tensor | None, counts: Tensor
     ) -> tuple[Tensor, Tensor]:
         """The same as the router's top-k and `rule`, straight from the router's logits [T, E]."""
-        from . import ops
+        from ..kernels import ops
 
         assert self.top_k is not None
         given = (logits, *self._tables(tables), threshold, token_mask, counts)
         return ops.route(*given, *self.top_k, logits.dtype, *ops.settings(self.policy))
 
     def experts(self, module: nn.Module, hidden: Tensor, ids: Tensor, gates: Tensor) -> Tensor:
-        from . import ops
+        from ..kernels import ops
 
         layout, gated = self.layout, self.layout.gated
         return ops.run_experts(
@@ -93,7 +93,7 @@ def _try(module: nn.Module, policy: Policy, device: torch.device) -> FastPath | 
     if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":  # the interpreter runs kernels on the CPU
         return f"the layer is on {device.type}"
     try:
-        from .experts import Layout
+        from ..kernels.experts import Layout
     except ImportError:
         return "Triton is not installed"
     if type(policy) not in RULED:
@@ -111,7 +111,7 @@ def on_gpu(module: nn.Module) -> str:
     if not is_registered(module):
         return "own loop: outside transformers' experts registry"
     try:
-        from .layout import Layout
+        from ..kernels.layout import Layout
     except ImportError:
         return "torch: Triton is not installed"
     layout = Layout.of(module)

@@ -14,14 +14,14 @@ from typing import Any, TypeVar
 
 from ..ace import ACE
 from ..budget import Fit, Histogram, check_budget
-from ..errors import AceError, BudgetError, CheckpointError, PlanError
+from ..errors import AceError, ModelError, OptionError, PlanError
 from ..offline import add_tables, prepare
 from ..plan import Plan, missing_table
 from ..policies import POLICIES, Policy
+from ..scoring import Score
 from .grid import Grid, Key, parse_method
 from .mapping import Bench, Near, Outcome, Recorder, by_quantile, dense_pass, fit
 from .oracle import by_expert, table_correlation
-from .perplexity import Score
 from .statistics import perplexity_change, perplexity_interval
 from .store import open_results, write_json
 
@@ -170,7 +170,7 @@ class Run:
 
     def _numbers(self, found: Fit, outcome: Outcome, detail: bool) -> Results:
         if not math.isfinite(sum(outcome.score.nll)):
-            raise CheckpointError(f"The model gives no numbers (NaN) at τ = {found.threshold:g}.")
+            raise ModelError(f"The model gives no numbers (NaN) at τ = {found.threshold:g}.")
         change = perplexity_change(outcome.score, score_of(self.results["dense"]))
         return {
             **_measured(outcome.score),
@@ -219,7 +219,7 @@ def cell_at(results: Results, method: str, gain: str, budget: float) -> Results 
 def against(results: Results, rival: str) -> list[Results]:
     """Each cell's paired change of perplexity against the rival's at the same gain and budget."""
     if rival not in results["grid"]["methods"]:
-        raise BudgetError(f"{rival!r} is not in these results. Choose one of: {', '.join(results['grid']['methods'])}.")
+        raise OptionError(f"{rival!r} is not in these results. Choose one of: {', '.join(results['grid']['methods'])}.")
     rows = []
     for cell in results["cells"]:
         other = cell_at(results, rival, cell["gain"], cell["budget"])

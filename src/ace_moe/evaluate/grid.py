@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from ..errors import BudgetError
+from ..errors import OptionError
 from ..policies import POLICIES, PRESETS, Policy, make
 from ..policies import parse as parse_method
 from ..rule import GAINS
@@ -59,7 +59,7 @@ def parse_methods(text: str) -> tuple[str, ...]:
     named = tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
     methods = tuple(POLICIES) if named == ("all",) else named
     if not methods:
-        raise BudgetError(f"No method was named. Choose all, or some of: {', '.join(POLICIES)}.")
+        raise OptionError(f"No method was named. Choose all, or some of: {', '.join(POLICIES)}.")
     for method in methods:
         name, params = parse_method(method)
         make(PRESETS.get(name, name), **params)
@@ -70,5 +70,5 @@ def parse_gains(text: str) -> tuple[str, ...]:
     gains = tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
     wrong = [gain for gain in gains if gain not in (*GAINS, CITED)]
     if wrong or not gains:
-        raise BudgetError(f"gains are some of {', '.join(GAINS)} and {CITED} (each method's own), not {text!r}.")
+        raise OptionError(f"gains are some of {', '.join(GAINS)} and {CITED} (each method's own), not {text!r}.")
     return gains

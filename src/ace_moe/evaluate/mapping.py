@@ -19,10 +19,10 @@ from ..integrations.transformers import Attachment
 from ..offline import Counted, Passes, fit_budgets
 from ..plan import Plan
 from ..policies import Decision, Policy, Routing, TokenPolicy
+from ..scoring import Score, score
 from ..skipper import Skipper, Step
 from ..text import Windows
 from ..version import __version__
-from .perplexity import Score, score
 
 NEAR = 1e-3  # a tenth of a point of realised ratio
 STEADY = 1e-4  # a ratio that moved by less has not moved

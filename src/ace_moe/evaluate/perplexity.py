@@ -1,4 +1,4 @@
-"""Perplexity of a causal language model over windows of text, and the two WikiText-2 protocols by name.
+"""Perplexity by protocol: the two ways of WikiText-2, by name.
 
 `standard`: the text as it stands, windows of 2,048 tokens that do not overlap, the last one shorter; a model that expects
 a BOS token gets one in front of every window; each predicted token counts once.
@@ -8,62 +8,21 @@ in front of the first window alone; each window's mean loss is multiplied by its
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..errors import TextError
-from ..text import Windows, check_sizes, encode
+from ..errors import OptionError, TextError
+from ..scoring import Score, Tick, read
+from ..text import check_sizes, encode
 
-Tick = Callable[[], None]
 SHORTEST_ROW = 512  # characters; rows under it are left out by the released code
-
-
-@dataclass
-class Score:
-    """Negative log-likelihood by window, and what each window weighs (its predicted tokens; empty: all the same)."""
-
-    nll: list[float]
-    targets: int
-    weights: list[int] = field(default_factory=list)
-
-    @property
-    def perplexity(self) -> float:
-        return math.exp(sum(self.nll) / self.targets)
-
-    @property
-    def by_window(self) -> list[int]:
-        """Weights, [windows]."""
-        return self.weights or [self.targets // len(self.nll)] * len(self.nll)
-
-
-@torch.inference_mode()
-def score(model: PreTrainedModel, windows: Windows, batch: int = 1, tick: Tick = lambda: None) -> Score:
-    """Each window is read by itself; every token but its first is predicted."""
-    nll: list[float] = []
-    for ids in windows.batches(batch):
-        nll += _read(model, ids)
-        tick()
-    return Score(nll, windows.ids.shape[0] * (windows.ids.shape[1] - 1))
-
-
-def _read(model: PreTrainedModel, ids: Tensor) -> list[float]:
-    logits = model(input_ids=ids.to(model.device), use_cache=False).logits
-    return window_nll(logits, ids.to(logits.device)).tolist()
-
-
-def window_nll(logits: Tensor, ids: Tensor) -> Tensor:
-    """logits [B, L, V], ids [B, L] → [B], summed in fp32."""
-    loss = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten(), reduction="none")
-    return loss.view(ids.shape[0], -1).double().sum(1)
 
 
 # ---- protocols ----------------------------------------------------------------------------------------------------
@@ -103,7 +62,7 @@ PROTOCOLS = {
 
 def protocol_named(name: str) -> Protocol:
     if name not in PROTOCOLS:
-        raise TextError(f"There is no protocol {name!r}. Choose one of: {', '.join(PROTOCOLS)}.")
+        raise OptionError(f"There is no protocol {name!r}. Choose one of: {', '.join(PROTOCOLS)}.")
     return PROTOCOLS[name]
 
 
@@ -152,7 +111,7 @@ def measure(
     """The protocol's score. `known` are windows an earlier run finished; `save` gets all finished ones after each batch."""
     nll = list(known)
     for ids in _batches(windows[len(nll) :], batch):
-        nll += _read(model, ids)
+        nll += read(model, ids)
         save(nll)
         tick()
     return protocol.score(nll, [len(w) for w in windows])

@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import astuple, dataclass
 from pathlib import Path
 
-from ..errors import IntegrationError
+from ..errors import OptionError
 
 # Limits are set in the child itself, by its first lines: code between fork and exec is unsafe where threads run.
 START = """
@@ -41,7 +41,7 @@ class Limits:
 
 def check_allowed(allowed: bool, what: str) -> None:
     if not allowed:
-        raise IntegrationError(
+        raise OptionError(
             f"{what} runs code that the model wrote. If that is acceptable on this machine, say so with --run-code."
         )
 

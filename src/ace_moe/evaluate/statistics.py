@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..errors import TextError
+from ..errors import ResultError
 
 if TYPE_CHECKING:
-    from .perplexity import Score
+    from ..scoring import Score
 
 DRAWS, LEVEL = 4000, 0.95
 
@@ -92,13 +92,13 @@ def perplexity_change(
 
 def _column(values: Sequence[float]) -> Tensor:
     if not len(values):
-        raise TextError("There is nothing to take statistics of. Evaluate at least one window or question.")
+        raise ResultError("There is nothing to take statistics of. Evaluate at least one window or question.")
     return torch.as_tensor(values, dtype=torch.float64)
 
 
 def _paired(values: Sequence[float], rival: Sequence[float]) -> Sequence[float]:
     if len(values) != len(rival):
-        raise TextError(
+        raise ResultError(
             f"{len(values)} and {len(rival)} windows or questions cannot be paired. Evaluate both on the same text."
         )
     return rival

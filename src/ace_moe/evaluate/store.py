@@ -7,14 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..errors import AceError, brief, expand
-from ..files import replace_whole
+from ..errors import OutputError, ResultError, brief
+from ..files import expand, replace_whole
 
 SCHEMA = 1
-
-
-class ResultError(AceError):
-    """A results file is damaged, of another kind, or of another measurement."""
 
 
 def write_json(path: str | Path, value: Mapping[str, Any]) -> None:
@@ -24,7 +20,7 @@ def write_json(path: str | Path, value: Mapping[str, Any]) -> None:
     try:
         replace_whole(path, text.encode())
     except OSError as error:
-        raise ResultError(
+        raise OutputError(
             f"The results could not be written to {path} ({error.strerror or brief(error)}). What was there is unchanged; "
             "choose another place, or free space and run again."
         ) from error

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ..ace import ACE
-from ..errors import TextError, brief, expand
+from ..errors import OptionError, TaskError, brief
+from ..files import expand
 from ..version import __version__
 from .answers import boxed, last_number, program, same_answer
 from .sandbox import passes
@@ -149,7 +150,7 @@ def parse_tasks(text: str) -> tuple[str, ...]:
     """ "paper", or names; a name that is not ours is a task of the harness."""
     named = tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
     if not named:
-        raise TextError(f"No task was named. Choose paper, or some of: {', '.join(TASKS)}, or any task of lm-eval.")
+        raise OptionError(f"No task was named. Choose paper, or some of: {', '.join(TASKS)}, or any task of lm-eval.")
     return tuple(dict.fromkeys(name for part in named for name in (PAPER if part == "paper" else (part,))))
 
 
@@ -158,7 +159,7 @@ def check_source(task: Task, harness: str, local: bool) -> None:
     names = {"lm-eval": ("lm_eval", "dataset"), "evalscope": ("evalscope",)}[harness]
     if not local and not any(name in task.hub for name in names):
         other = "evalscope" if harness == "lm-eval" else "lm-eval"
-        raise TextError(
+        raise OptionError(
             f"{harness} has no task {task.name}. Give its questions with --data, use --harness {other}, or leave it out."
         )
 
@@ -170,7 +171,7 @@ def find_file(task: Task, folder: Path | None) -> Path | None:
     names = FILES.get(task.name, (task.name,))
     found = [path for name in names if (path := expand(folder) / f"{name}.jsonl").is_file()]
     if not found:
-        raise TextError(
+        raise TaskError(
             f"There is no {names[0]}.jsonl in {folder}. Put it there, or leave --data out to use the hub's."
         )
     return found[0]
@@ -181,15 +182,15 @@ def read_rows(task: Task, path: Path) -> list[Row]:
     try:
         rows = [json.loads(line) for line in path.read_text(encoding="utf-8-sig").split("\n") if line.strip()]
     except ValueError as error:
-        raise TextError(f"{path}: each line must be a JSON object ({brief(error)}). Mend the file.") from error
+        raise TaskError(f"{path}: each line must be a JSON object ({brief(error)}). Mend the file.") from error
     for number, row in enumerate(rows, start=1):
         missing = [name for name in task.fields if not isinstance(row, dict) or name not in row]
         if missing:
-            raise TextError(
+            raise TaskError(
                 f"{path}, line {number}: no field {missing[0]!r}. A question of {task.name} has: {', '.join(task.fields)}."
             )
     if not rows:
-        raise TextError(f"{path} has no question. Put at least one JSON object into it.")
+        raise TaskError(f"{path} has no question. Put at least one JSON object into it.")
     return rows
 
 

@@ -18,7 +18,7 @@ from typing import Any
 from .. import budget as budgets
 from ..ace import ACE
 from ..budget import Histogram
-from ..errors import BudgetError, TextError
+from ..errors import OptionError, PolicyError
 from ..plan import Workload
 from ..policies import Policy
 from ..text import Windows
@@ -71,13 +71,13 @@ def study(
 
 def _check(setup: Study, workloads: Sequence[Windows]) -> None:
     if not by_quantile(setup.policy):
-        raise BudgetError(
+        raise PolicyError(
             f"Policy {setup.policy.name!r} has no threshold on contributions that could be carried. Choose a token policy, "
             "such as ace or share."
         )
     names = [w.workload.name for w in workloads]
     if len(set(names)) < max(2, len(names)):
-        raise TextError(
+        raise OptionError(
             f"Give at least two texts with different names, not {', '.join(names) or 'none'}: repeat --text for each."
         )
 

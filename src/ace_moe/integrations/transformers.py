@@ -26,8 +26,8 @@ from transformers.integrations.moe import ExpertsInterface, grouped_mm_experts_f
 from ..checkpoint.structure import is_registered
 from ..dispatch import FastPath
 from ..dispatch.compact import SENTINELS, applies, compact
-from ..dispatch.routing import recognise
 from ..errors import IntegrationError
+from ..kernels.routing import recognise
 from ..policies.calibration import router_logits
 from ..skipper import DECODE, PREFILL, Skipper, Step
 

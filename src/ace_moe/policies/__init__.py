@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from ..errors import BudgetError
+from ..errors import PolicyError
 from .ace import Ace
 from .aimer import Aimer, AimerPruning
 from .alloc import AllocL, AllocT
@@ -59,11 +59,11 @@ def make(policy: str | Policy = "ace", **settings: Any) -> Policy:
     policy, written = parse(str(policy))
     settings = {**written, **settings}
     if policy not in POLICIES:
-        raise BudgetError(f"There is no policy {policy!r}. Choose one of: {', '.join(POLICIES)}.")
+        raise PolicyError(f"There is no policy {policy!r}. Choose one of: {', '.join(POLICIES)}.")
     cls = POLICIES[policy]
     unknown = sorted(set(settings) - set(parameters_of(cls)))
     if unknown:
-        raise BudgetError(
+        raise PolicyError(
             f"Policy {policy!r} has no setting {', '.join(unknown)}. It has: {', '.join(parameters_of(cls))}."
         )
     return cls(**settings)

@@ -8,7 +8,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from .. import rule
-from ..errors import BudgetError
+from ..errors import PolicyError
 from ..rule import Fusion
 from .base import Routing, TokenPolicy
 
@@ -28,7 +28,7 @@ class Ace(TokenPolicy):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.fusion not in ("max", "min", "mean"):
-            raise BudgetError(f"fusion must be max, min or mean, not {self.fusion!r}.")
+            raise PolicyError(f"fusion must be max, min or mean, not {self.fusion!r}.")
 
     def contribution(self, routing: Routing) -> Tensor:
         gsp, rcr = (rule.share(routing.gates, routing.tables[name][routing.ids]) for name in self.needs)

@@ -66,7 +66,7 @@ class AllocL(LayerwisePolicy):
 
     @torch.no_grad()
     def calibrate(self, model: PreTrainedModel, windows: Windows | None) -> Tables:
-        from ..evaluate.perplexity import score
+        from ..scoring import score
         from .calibration import changed, needed, sites, token_logits
 
         places, text = sites(model), needed(windows)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .. import rule
-from ..errors import BudgetError
+from ..errors import PolicyError
 from ..rule import GAINS, Gain
 
 if TYPE_CHECKING:
@@ -69,11 +69,11 @@ class Policy(ABC):
 
     def __post_init__(self) -> None:
         if self.gain not in GAINS:
-            raise BudgetError(f"gain must be one of {', '.join(GAINS)}, not {self.gain!r}.")
+            raise PolicyError(f"gain must be one of {', '.join(GAINS)}, not {self.gain!r}.")
         if not isinstance(self.min_active, int) or self.min_active < 1:
-            raise BudgetError(f"min_active must be a whole number of at least 1, not {self.min_active!r}.")
+            raise PolicyError(f"min_active must be a whole number of at least 1, not {self.min_active!r}.")
         if not isinstance(self.min_mass, (int, float)) or not 0 <= self.min_mass <= 1:
-            raise BudgetError(f"min_mass is a share of the gate mass: 0 to 1, not {self.min_mass!r}.")
+            raise PolicyError(f"min_mass is a share of the gate mass: 0 to 1, not {self.min_mass!r}.")
 
     @property
     def params(self) -> dict[str, Any]:

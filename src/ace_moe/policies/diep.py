@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor
 
-from ..errors import BudgetError
+from ..errors import PolicyError
 from ..rule import Gain
 from .base import Routing, Tables, TokenPolicy
 from .naee import squash
@@ -41,7 +41,7 @@ class Diep(Pruning):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not isinstance(self.epochs, int) or self.epochs < 1:
-            raise BudgetError(f"epochs must be a whole number of at least 1, not {self.epochs!r}.")
+            raise PolicyError(f"epochs must be a whole number of at least 1, not {self.epochs!r}.")
 
     def pruned(self, routing: Routing, most: int) -> Tensor:
         order = routing.tables["diep_order"]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import rule
-from ..errors import BudgetError
+from ..errors import PolicyError
 from ..rule import Gain
 from .base import Decision, Routing, TokenPolicy
 from .scores import scores
@@ -32,7 +32,7 @@ class Fixed(TokenPolicy):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not isinstance(self.denominator, int) or self.denominator < 0:
-            raise BudgetError(f"denominator is a number of experts, or 0 for the model's k; not {self.denominator!r}.")
+            raise PolicyError(f"denominator is a number of experts, or 0 for the model's k; not {self.denominator!r}.")
 
     @property
     def needs_logits(self) -> bool:  # type: ignore[override]

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import rule
-from ..errors import BudgetError
+from ..errors import PolicyError
 from ..rule import Gain
 from .base import Routing, Tables, TokenPolicy
 
@@ -73,7 +73,7 @@ class ModesAsCompared(Modes):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.min_active != 1 or self.min_mass != 0:
-            raise BudgetError(f"Policy {self.name!r} has no safeguards. Use 'modes', which has them.")
+            raise PolicyError(f"Policy {self.name!r} has no safeguards. Use 'modes', which has them.")
 
     def protected(self, routing: Routing) -> Tensor:
         return self.contribution(routing)

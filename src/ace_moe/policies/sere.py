@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import rule
-from ..errors import BudgetError
+from ..errors import PolicyError
 from ..rule import Gain
 from .base import Decision, Policy, Routing, Tables, TokenPolicy
 from .subset import check_group, group_sum, marked
@@ -46,7 +46,7 @@ class Sere(Policy):
         super().__post_init__()
         check_group(self.group)
         if not isinstance(self.select, int) or self.select < 1:
-            raise BudgetError(f"select is a number of experts, at least 1; not {self.select!r}.")
+            raise PolicyError(f"select is a number of experts, at least 1; not {self.select!r}.")
 
     def route(self, routing: Routing) -> Decision:
         similarity, ids = routing.tables["sere_similarity"], routing.ids

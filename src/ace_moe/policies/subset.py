@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ..errors import BudgetError
+from ..errors import PolicyError
 from .base import Decision, Policy, Routing
 from .scores import reselect
 
@@ -59,7 +59,7 @@ class BatchPolicy(SubsetPolicy):
 
 def check_group(group: object) -> None:
     if not isinstance(group, int) or group < 0:
-        raise BudgetError(f"group is a number of tokens, or 0 for the whole pass; not {group!r}.")
+        raise PolicyError(f"group is a number of tokens, or 0 for the whole pass; not {group!r}.")
 
 
 def group_of(tokens: int, group: int, device: torch.device) -> Tensor:

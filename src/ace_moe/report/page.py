@@ -9,11 +9,12 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from ..errors import expand
+from ..errors import ResultError
 from ..evaluate.compare import KIND as COMPARE
 from ..evaluate.compare import against
-from ..evaluate.store import ResultError, read_json
+from ..evaluate.store import read_json
 from ..evaluate.thresholds import KIND as THRESHOLDS
+from ..files import expand
 
 EVAL = "eval"
 SCRIPTS = ("base.js", "compare.js", "maps.js", "studies.js", "main.js")

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ...ace import Skip
-from ...errors import AceError, IntegrationError
+from ...errors import AceError, BudgetError, IntegrationError, OptionError
 from ...skipper import DECODE, PREFILL
 from .skipping import Skipping, find
 
@@ -48,7 +48,7 @@ class AceWorker:
 
 def _set(skipping: Skipping, skip: Skip | None, threshold: float | list[float] | None) -> None:
     if (skip is None) == (threshold is None):
-        raise IntegrationError('Give either a budget ("skip") or a threshold, not both and not none.')
+        raise OptionError('Give either a budget ("skip") or a threshold, not both and not none.')
     if skip is not None:
         return skipping.set_skip(skip)
     try:
@@ -56,7 +56,7 @@ def _set(skipping: Skipping, skip: Skip | None, threshold: float | list[float] |
     except (TypeError, ValueError, RuntimeError):
         value = torch.full((2,), -1.0)
     if not (value >= 0).all() or not value.isfinite().all():
-        raise IntegrationError(
+        raise BudgetError(
             f"A threshold is a number from 0 on, or one for prefill and one for decode; not {threshold!r}."
         )
     skipping.set_threshold(value)

@@ -16,7 +16,7 @@ import os
 import secrets
 from typing import Any
 
-from ...errors import AceError, IntegrationError, brief
+from ...errors import AceError, OptionError, brief
 from .control import merge
 from .metrics import exposition
 
@@ -123,7 +123,7 @@ def _wanted(body: bytes) -> dict[str, Any]:
     except ValueError:
         wanted = None
     if not isinstance(wanted, dict) or not wanted or set(wanted) - KNOWN:
-        raise IntegrationError('Send a JSON object such as {"skip": 0.4}, {"threshold": 0.12} or {"reset": true}.')
+        raise OptionError('Send a JSON object such as {"skip": 0.4}, {"threshold": 0.12} or {"reset": true}.')
     return wanted
 
 

@@ -7,14 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...dispatch.activation import SILU, Activation
+from ...kernels.activation import SILU, Activation
 
 
 class Kernels:
     """Unquantised gated SiLU experts in vLLM's Triton layout: w13 [E, 2m, d] gate then up, w2 [E, d, m]."""
 
     def __init__(self, experts: Any):
-        from ...dispatch.experts import Layout
+        from ...kernels.experts import Layout
 
         self.experts = experts  # weights are read at each call: vLLM may replace the parameter objects
         self.layout = Layout(gated=True, interleaved=False, transposed=False, activation=Activation(SILU))
@@ -23,7 +23,7 @@ class Kernels:
     def of(cls, experts: Any, kernel: Any, measured: bool = False) -> Kernels | str:
         """The kernels for this layer, or why not; `measured`: only on GPUs where they were found to be faster than vLLM's."""
         try:
-            from ...dispatch.launch import hopper
+            from ...kernels.launch import hopper
         except ImportError:
             return "Triton is not installed"
         reason = unfit(experts, kernel)
@@ -33,7 +33,7 @@ class Kernels:
 
     def __call__(self, x: Tensor, gates: Tensor, ids: Tensor) -> Tensor:
         """x [T, d], gates and ids [T, k] → [T, d]; ids outside [0, E) are not run."""
-        from ...dispatch.experts import Weights, run
+        from ...kernels.experts import Weights, run
 
         weights = Weights(self.experts.w13_weight, self.experts.w2_weight, None, None, self.layout)
         return run(x, ids, gates, weights)

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from ...dispatch import RULED
-from ...dispatch.routing import TopK
 from ...errors import PlanError
+from ...kernels.routing import TopK
 from ...plan import missing_table
 from ...policies import Policy, Routing
 from .phases import Phases
@@ -54,7 +54,7 @@ class Layer:
 
     def _route_kernel(self, gates: Tensor, ids: Tensor, phases: Tensor) -> tuple[Tensor, Tensor]:
         """One launch."""
-        from ...dispatch import ops, rule_kernel
+        from ...kernels import ops, rule_kernel
 
         ids, gates = ids.contiguous(), gates.contiguous()
         (tokens, k), new_ids, new_gates = ids.shape, torch.empty_like(ids), torch.empty_like(gates)
@@ -69,8 +69,8 @@ class Layer:
 
     def route_logits(self, logits: Tensor, router: TopK, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Top-k and rule in one launch, from the router's logits [T, E]: what the rule adds to a step is then nothing."""
-        from ...dispatch import ops, route_kernel
-        from ...dispatch.launch import early_start
+        from ...kernels import ops, route_kernel
+        from ...kernels.launch import early_start
 
         tokens, experts = logits.shape
         ids = torch.empty(tokens, router.top_k, dtype=dtype, device=logits.device)
@@ -90,7 +90,7 @@ class Layer:
         return first, second
 
     def _constants(self) -> dict[str, int | float]:
-        from ...dispatch import ops
+        from ...kernels import ops
 
         settings = dict(zip(ops.SETTINGS, ops.settings(self.policy), strict=True))
         return {"VIEWS": len(self.tables), "MASKED": False, "PHASED": True, **settings}

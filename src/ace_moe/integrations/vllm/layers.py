@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...dispatch.routing import TopK
 from ...errors import IntegrationError
+from ...kernels.routing import TopK
 from .executor import Executor, refuse_monolithic
 from .skipping import Skipping, configure
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from ...ace import ACE, Skip
 from ...checkpoint import MoEModel
-from ...errors import BudgetError, IntegrationError, PlanError
+from ...errors import OptionError, OutputError, PolicyError
 from ...plan import Plan
 from ...policies import Policy, TokenPolicy
 
@@ -42,7 +42,7 @@ class Settings:
     def from_dict(cls, given: object) -> Settings:
         """From JSON. A key that is no setting of the server is taken for one of the policy, which knows its own."""
         if not isinstance(given, Mapping):
-            raise IntegrationError(
+            raise OptionError(
                 f"The `ace` part of additional_config is {given!r:.60}; it must be an object such as "
                 '{"plan": "plan.safetensors", "skip": 0.5}.'
             )
@@ -56,13 +56,13 @@ class Settings:
 
     def _check(self) -> None:
         if self.plan is not None and not isinstance(self.plan, str):
-            raise IntegrationError(f"`plan` is the path of a plan file, not {self.plan!r:.60}.")
+            raise OptionError(f"`plan` is the path of a plan file, not {self.plan!r:.60}.")
         if self.executor not in EXECUTORS:
-            raise IntegrationError(f"`executor` is one of {', '.join(EXECUTORS)}, not {self.executor!r}.")
+            raise OptionError(f"`executor` is one of {', '.join(EXECUTORS)}, not {self.executor!r}.")
         if self.routing not in ROUTINGS:
-            raise IntegrationError(f"`routing` is one of {', '.join(ROUTINGS)}, not {self.routing!r}.")
+            raise OptionError(f"`routing` is one of {', '.join(ROUTINGS)}, not {self.routing!r}.")
         if self.kernels != "auto" and not isinstance(self.kernels, int):
-            raise IntegrationError(
+            raise OptionError(
                 f'`kernels` is "auto", true, false or the largest number of tokens for our kernels, not {self.kernels!r}.'
             )
 
@@ -98,7 +98,7 @@ def check_policy(policy: Policy) -> None:
     why = "it decides by the batch or the sequence, which mix requests in a server"
     if policy.needs_logits or policy.needs_norms:
         why = "it needs router logits or expert outputs beside the gates"
-    raise BudgetError(
+    raise PolicyError(
         f"Policy {policy.name!r} cannot be served: {why}. Policies ace, gsp, rcr, share and other token policies can."
     )
 
@@ -142,7 +142,7 @@ def automatic_plan(
             else:
                 say(f"ACE: no plan was given; using the one made earlier at {path}.")
     except OSError as error:
-        raise PlanError(
+        raise OutputError(
             f"A plan could not be kept in {path.parent} ({error.strerror or error}). Make one with `ace tables {model} -o "
             "plan.safetensors` and name it with --plan, or set ACE_CACHE to a folder that can be written."
         ) from error

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from .errors import BudgetError
+from ..errors import BudgetError
 
 Phase = Literal["both", "prefill", "decode"]
 

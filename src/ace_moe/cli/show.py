@@ -12,13 +12,14 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from .errors import PlanError, expand
+from ..errors import OutputError
+from ..files import expand
 
 if TYPE_CHECKING:
-    from .budget import Fit
-    from .checkpoint import MoEModel
-    from .demo import Cell
-    from .plan import Plan
+    from ..budget import Fit
+    from ..checkpoint import MoEModel
+    from ..demo import Cell
+    from ..plan import Plan
 
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
@@ -40,9 +41,9 @@ def check_writable(path: Path) -> None:
     path = expand(path)
     folder = path.resolve().parent
     if not folder.is_dir():
-        raise PlanError(f"There is no folder {folder} to write {path.name} into. Create it, or choose another place.")
+        raise OutputError(f"There is no folder {folder} to write {path.name} into. Create it, or choose another place.")
     if path.is_dir() or not os.access(folder, os.W_OK):
-        raise PlanError(
+        raise OutputError(
             f"{path} cannot be written: {'it is a folder' if path.is_dir() else 'no permission'}. Choose another place."
         )
 
@@ -52,7 +53,7 @@ def check_folder(path: Path) -> None:
     path = expand(path)
     existing = next((p for p in (path, *path.resolve().parents) if p.exists()), path)
     if not existing.is_dir() or not os.access(existing, os.W_OK):
-        raise PlanError(
+        raise OutputError(
             f"{path} cannot be written: {f'no permission in {existing}' if existing.is_dir() else f'{existing} is a file'}. "
             "Choose another folder with -o."
         )
@@ -127,7 +128,7 @@ def print_plan(console: Console, plan: Plan) -> None:
 
 
 def model_json(moe: MoEModel) -> dict[str, Any]:
-    from .dispatch import on_gpu
+    from ..dispatch import on_gpu
 
     return {
         "architecture": moe.architecture,
@@ -140,7 +141,7 @@ def model_json(moe: MoEModel) -> dict[str, Any]:
 
 
 def print_model(console: Console, moe: MoEModel) -> None:
-    from .dispatch import on_gpu
+    from ..dispatch import on_gpu
 
     rows = []
     for site, facts in zip(moe.sites, moe.structure().values(), strict=True):
@@ -165,7 +166,7 @@ OFF = 0.005  # a realised ratio this far from the budget is marked
 
 def print_compare(console: Console, results: dict[str, Any], rival: str | None = None) -> None:
     """One table for each gain: methods down, budgets across, the best of a column in bold."""
-    from .evaluate.compare import against
+    from ..evaluate.compare import against
 
     for gain in results["grid"]["gains"]:
         console.print(_compare_table(results, gain))

@@ -8,7 +8,7 @@ import torch
 import triton
 from torch import Tensor
 
-from .attention_kernel import attend as kernel
+from .attend_kernel import attend as kernel
 from .launch import early_start
 
 PAIRS = 4096  # sequences × key heads that one workspace serves

@@ -14,9 +14,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from .errors import PlanError, brief, expand
-from .files import replace_whole
-from .plan_entries import expect
+from ..errors import OutputError, PlanError, brief
+from ..files import expand, replace_whole
+from .entries import expect
 
 SCHEMA = 1
 TENSOR = re.compile(r"layers\.(?P<key>.+)\.(?P<table>[a-z_]+)")
@@ -36,7 +36,7 @@ def write(path: str | Path, tables: Tables, metadata: Mapping[str, Any]) -> Path
     try:
         replace_whole(path, data)
     except OSError as error:
-        raise PlanError(
+        raise OutputError(
             f"The plan could not be written to {path} ({error.strerror or brief(error)}). Nothing was changed there; "
             "choose another place, or free space and run again."
         ) from error

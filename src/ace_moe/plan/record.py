@@ -14,9 +14,10 @@ from typing import Any
 
 from torch import Tensor
 
-from . import plan_file
-from .errors import PlanError, brief, expand
-from .plan_entries import Phase, Threshold, Workload, look_up
+from ..errors import PlanError, brief
+from ..files import expand
+from . import file
+from .entries import Phase, Threshold, Workload, look_up
 
 __all__ = ["Phase", "Plan", "Threshold", "Workload", "missing_table", "structure_difference"]
 
@@ -93,7 +94,7 @@ class Plan:
 
     def save(self, path: str | Path) -> Path:
         """A half-written plan never replaces a good one."""
-        return plan_file.write(path, self.tables, self._metadata())
+        return file.write(path, self.tables, self._metadata())
 
     def _metadata(self) -> dict[str, Any]:
         return {
@@ -109,9 +110,9 @@ class Plan:
     def load(cls, path: str | Path) -> Plan:
         """Read and check everything; a file that is wrong in any way is refused with the reason."""
         path = expand(path)
-        parts = plan_file.open_file(path)
+        parts = file.open_file(path)
         try:
-            return cls._from_parts(*plan_file.parse(*parts))
+            return cls._from_parts(*file.parse(*parts))
         except PlanError as error:
             raise PlanError(f"{path}: {error}") from None
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:

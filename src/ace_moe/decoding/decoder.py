@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, StaticCache
 
-from .errors import IntegrationError
-from .integrations.attention import IMPLEMENTATION, workspace
-from .integrations.layerwise import compiled_layers
-from .skipper import Skipper
+from ..errors import OptionError
+from ..skipper import Skipper
+from .attention import IMPLEMENTATION, workspace
+from .layerwise import compiled_layers
 
 
 def tuned(batch: int) -> dict[str, Any]:
@@ -60,7 +60,7 @@ class Decoder:
     def prefill(self, ids: Tensor) -> Tensor:
         """ids [B, S] into an empty cache; logits [B, V] of the next token."""
         if ids.shape[0] != self.batch or not 0 < ids.shape[1] < self.length:
-            raise IntegrationError(
+            raise OptionError(
                 f"This decoder takes {self.batch} sequences of 1 to {self.length - 1} tokens, not {tuple(ids.shape)}."
             )
         if self.cache.layers[0].is_initialized:
@@ -90,7 +90,7 @@ class Decoder:
     def generate(self, ids: Tensor, new_tokens: int) -> Tensor:
         """The prompt and `new_tokens` more, each the likeliest: [B, S + new_tokens]."""
         if ids.shape[1] + new_tokens > self.length:
-            raise IntegrationError(f"{ids.shape[1]} + {new_tokens} tokens do not fit into a cache of {self.length}.")
+            raise OptionError(f"{ids.shape[1]} + {new_tokens} tokens do not fit into a cache of {self.length}.")
         logits, out = self.prefill(ids), [ids]
         for _ in range(new_tokens):
             out.append(logits.argmax(-1, keepdim=True))

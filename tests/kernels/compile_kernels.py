@@ -18,8 +18,8 @@ from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ace_moe.dispatch import FastPath, attention, experts, launch
-from ace_moe.dispatch.activation import SILU, SWIGLU_OAI, Activation
-from ace_moe.dispatch.routing import TopK
+from ace_moe.kernels.activation import SILU, SWIGLU_OAI, Activation
+from ace_moe.kernels.routing import TopK
 from ace_moe.policies import Routing, make
 
 TYPES = {

@@ -19,7 +19,7 @@ from typing import Any
 from ..ace import ACE
 from ..errors import IntegrationError
 from ..evaluate.tasks import LONG, TASKS, Row, Task, check_source
-from .harness import Harness
+from .base import Harness
 
 try:
     from evalscope import TaskConfig, run_task

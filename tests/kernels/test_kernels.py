@@ -14,8 +14,8 @@ if os.environ.get("TRITON_INTERPRET") != "1" and not torch.cuda.is_available():
 from ace_moe import ACE, build_plan
 from ace_moe.dispatch import FastPath, fast_path, ops
 from ace_moe.dispatch import experts as dispatch
-from ace_moe.dispatch.activation import GELU_TANH, RELU_SQUARED, SILU, SWIGLU_OAI, Activation, recognise, reference
 from ace_moe.errors import IntegrationError
+from ace_moe.kernels.activation import GELU_TANH, RELU_SQUARED, SILU, SWIGLU_OAI, Activation, recognise, reference
 from ace_moe.policies import Routing, make
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") != "1" and not torch.cuda.is_available():
     pytest.skip("needs a GPU or TRITON_INTERPRET=1", allow_module_level=True)
 
-from ace_moe.dispatch.attention import attend, split, workspace
+from ace_moe.kernels.attend import attend, split, workspace
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

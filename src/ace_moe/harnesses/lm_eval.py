@@ -13,7 +13,7 @@ from typing import Any
 from ..ace import ACE
 from ..errors import IntegrationError
 from ..evaluate.tasks import TASKS, Row, Task, check_source
-from .harness import Harness
+from .base import Harness
 
 try:
     import datasets

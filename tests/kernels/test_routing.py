@@ -13,7 +13,7 @@ if os.environ.get("TRITON_INTERPRET") != "1" and not torch.cuda.is_available():
 
 from ace_moe.checkpoint import MoEModel
 from ace_moe.dispatch import FastPath
-from ace_moe.dispatch.routing import TopK, recognise, reference
+from ace_moe.kernels.routing import TopK, recognise, reference
 from ace_moe.policies import Routing, make
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -25,7 +25,7 @@ WORKSPACES: dict[torch.device, Tensor] = {}  # not functools.cache, which a comp
 def workspace(device: torch.device) -> Tensor:
     """The counters all layers on a device share; made outside of compiled code, or every layer would make its own."""
     if device not in WORKSPACES:
-        from ..dispatch.attention import workspace as make
+        from ..kernels.attend import workspace as make
 
         WORKSPACES[device] = make(device)
     return WORKSPACES[device]
@@ -45,7 +45,7 @@ def forward(
     """query [B, H·G, q, D], key and value [B, H, S, D] → [B, q, H·G, D]."""
     if not _one_token(query, key, value, attention_mask, options):
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
-    from ..dispatch.attention import attend
+    from ..kernels.attend import attend
 
     scale = options.get("scaling") or query.shape[-1] ** -0.5
     return attend(query, key, value, attention_mask, workspace(query.device), scale), None

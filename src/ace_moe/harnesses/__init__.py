@@ -1,0 +1,1 @@
+"""Evaluation harnesses with skipping: lm-eval and EvalScope."""
