@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
 from huggingface_hub import snapshot_download
 from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from ..errors import AceError, CheckpointError, brief
 from ..files import expand
+from ..plan import Fingerprint
+from . import identity
 from .layers import assemble
 from .records import MoELayer, Site
 from .source import CheckpointSource, ModelSource
@@ -104,21 +104,13 @@ class MoEModel:
         return {site.key: describe(site) for site in self.sites}
 
     def content(self) -> str:
-        """sha256 over all router rows as bf16: tells weights apart without reading the experts."""
-        digest = hashlib.sha256()
-        for site in self.sites:
-            names = [n for n, short in site.parameter_names().items() if short.startswith("router.")]
-            for name, tensor in sorted(self.source.read(names).items()):
-                digest.update(f"{site.key}:{name.rpartition('.')[2]}:".encode())
-                digest.update(_bytes(tensor))
-        return digest.hexdigest()
+        """sha256 over all router rows as bf16: the short name of these weights."""
+        return identity.routers(self.sites, self.source).exact
 
-    def fingerprint(self) -> dict[str, Any]:
-        return {"structure": self.structure(), "content": self.content()}
-
-
-def _bytes(tensor: Tensor) -> bytes:
-    return tensor.detach().to("cpu", torch.bfloat16).contiguous().view(torch.uint8).numpy().tobytes()
+    def fingerprint(self) -> Fingerprint:
+        """Reads router rows and a few rows of the experts, nothing else."""
+        routers = identity.routers(self.sites, self.source)
+        return Fingerprint(self.structure(), routers, identity.experts(self.sites, self.source))
 
 
 def _check_finite(site: Site, name: str, tensor: Tensor) -> None:

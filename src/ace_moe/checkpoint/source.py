@@ -4,20 +4,29 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
 
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+from transformers.core_model_loading import (
+    Concatenate,
+    MergeModulelist,
+    Transpose,
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    rename_source_key,
+)
 
 from ..errors import CheckpointError, brief
+from .shards import Rows, Shards, open_shard, stacked_rows
 
 Recipe = list[tuple[str, str | None]]  # (key on disk, converter pattern or None) that make one parameter
+STACKING = ([(MergeModulelist, 0)], [(MergeModulelist, 0), (Concatenate, 1)])  # experts over each other, gate above up
 
 
 class CheckpointSource:
@@ -50,23 +59,36 @@ class CheckpointSource:
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
         """The named parameters; a name that the checkpoint lacks is an error."""
         out: dict[str, Tensor] = {}
-        with ExitStack() as files:
-            handles: dict[Path, safe_open] = {}
-
-            def get(key: str) -> Tensor:
-                path = self.files[key]
-                if path not in handles:
-                    handles[path] = files.enter_context(open_shard(path))
-                try:
-                    return handles[path].get_tensor(key)
-                except SafetensorError as error:  # the index promised it
-                    raise _unreadable(path, error) from error
-
+        with Shards(self.files) as shards:
             for name in names:
                 if name not in out:
-                    out |= self._build(name, get)
+                    out |= self._build(name, shards.get)
                 self._check_shape(name, out[name])
         return out
+
+    @contextmanager
+    def rows(self) -> Iterator[Rows]:
+        """A reader of single rows of stacked experts in the model's layout; None where the files do not have them so."""
+        with Shards(self.files) as shards:
+            yield lambda name, expert, wanted: self._rows(shards, name, expert, wanted)
+
+    def _rows(self, shards: Shards, name: str, expert: int, wanted: range) -> Tensor | None:
+        recipe, shape = self.recipes.get(name), tuple(self.shapes[name][1:])
+        if not recipe:
+            return None
+        key, pattern = recipe[0]
+        if pattern is None:
+            return stacked_rows([(shards.slice(key), (expert,))], shape, wanted)
+        operations = [(type(o), getattr(o, "dim", None)) for o in self.converters[pattern].operations]
+        if operations in STACKING:
+            sources = [[k for k, p in recipe if p == source] for source in self.converters[pattern].source_patterns]
+            parts = [(shards.slice(keys[expert]), ()) for keys in sources if len(keys) > expert]
+            return stacked_rows(parts, shape, wanted)
+        if operations == [(Transpose, None)]:  # rows here are columns there: the expert is read whole
+            turned = shards.slice(key)[expert]
+            turned = turned if tuple(turned.shape) == shape else turned.mT
+            return turned[wanted.start : wanted.stop : wanted.step] if tuple(turned.shape) == shape else None
+        return None
 
     def _check_shape(self, name: str, found: Tensor) -> None:
         """One expert that is missing on disk shows here: the merge is one short."""
@@ -108,13 +130,35 @@ class CheckpointSource:
 
 
 class ModelSource:
-    """Parameters of a model in memory."""
+    """Parameters of a model in memory, or parked elsewhere by accelerate."""
 
     def __init__(self, model: nn.Module):
-        self.parameters = dict(model.named_parameters())
+        self.model, self.parameters = model, dict(model.named_parameters())
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
-        return {name: self.parameters[name].detach() for name in names}
+        return {name: self._parameter(name) for name in names}
+
+    def _parameter(self, name: str) -> Tensor:
+        found = self.parameters[name].detach()
+        if not found.is_meta:
+            return found
+        from accelerate.utils import align_module_device
+
+        path, _, leaf = name.rpartition(".")
+        module = self.model.get_submodule(path)
+        with align_module_device(module, "cpu"):  # one module's weights, for as long as it takes
+            return getattr(module, leaf).detach().clone()
+
+    @contextmanager
+    def rows(self) -> Iterator[Rows]:
+        """A reader of single rows of stacked experts; None where a parameter is packed, spread or not in memory."""
+        yield self._rows
+
+    def _rows(self, name: str, expert: int, wanted: range) -> Tensor | None:
+        found = self.parameters.get(name)
+        if type(found) is not nn.Parameter or found.is_meta or found.dim() != 3:
+            return None
+        return found.detach()[expert, wanted.start : wanted.stop : wanted.step]
 
 
 def locate(folder: Path) -> dict[str, Path]:
@@ -150,14 +194,3 @@ def _from_index(folder: Path, index: Path) -> dict[str, Path]:
 def keys_of(shard: Path) -> list[str]:
     with open_shard(shard) as handle:
         return list(handle.keys())
-
-
-def open_shard(path: Path) -> safe_open:
-    try:
-        return safe_open(path, "pt")
-    except (SafetensorError, OSError) as error:
-        raise _unreadable(path, error) from error
-
-
-def _unreadable(path: Path, error: Exception) -> CheckpointError:
-    return CheckpointError(f"{path} cannot be read ({brief(error)}). It is truncated or damaged; download it again.")

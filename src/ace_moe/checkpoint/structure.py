@@ -83,7 +83,9 @@ def hollow_twin(config: PretrainedConfig, cls: type[PreTrainedModel] | None = No
 
 
 def _hollow(tensor: Tensor) -> Tensor:
-    return torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)
+    """Floating tensors all have one type: heads that a model keeps in another one would not fit the rest."""
+    dtype = torch.float32 if tensor.is_floating_point() else tensor.dtype
+    return torch.zeros((), dtype=dtype).expand(tensor.shape)
 
 
 @dataclass

@@ -1,6 +1,9 @@
 """The plan: tables, thresholds, settings and model fingerprint in one safetensors file."""
 
 from .entries import Phase, Threshold, Workload
-from .record import Plan, missing_table, structure_difference
+from .fingerprint import Fingerprint, Routers, Sample, structure_difference
+from .record import Plan, missing_table
 
-__all__ = ["Phase", "Plan", "Threshold", "Workload", "missing_table", "structure_difference"]
+__all__ = [
+    "Fingerprint", "Phase", "Plan", "Routers", "Sample", "Threshold", "Workload", "missing_table", "structure_difference",
+]  # fmt: skip

@@ -1,11 +1,15 @@
-"""The plan as a file: written whole or not at all, and refused with the reason if it is wrong in any way."""
+"""The plan as a file: written whole or not at all; read from the outside in, so that what is wrong costs no memory.
+
+Header size → metadata → names and shapes of tensors → their values.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,23 +20,24 @@ from torch import Tensor
 
 from ..errors import OutputError, PlanError, brief
 from ..files import expand, replace_whole
-from .entries import expect
+from . import metadata
+from .shapes import Expected, Tables, check_factor_names, check_layers, check_values
 
-SCHEMA = 1
 TENSOR = re.compile(r"layers\.(?P<key>.+)\.(?P<table>[a-z_]+)")
-CORE = {"gsp", "rcr"}  # tables every plan has, unless it says why not
-Tables = dict[str, dict[str, Tensor]]
+RESERVED = re.compile(r"curves\..+")  # of a later release: kept, not looked at
+NO_PLAN = "It is truncated or no plan; build it again with `ace tables`."
+DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32"}
+Names = dict[str, dict[str, str]]  # layer → table → name of its tensor
 
 
-def write(path: str | Path, tables: Tables, metadata: Mapping[str, Any]) -> Path:
+def write(path: str | Path, tables: Tables, extra: Mapping[str, Tensor], ace: Mapping[str, Any]) -> Path:
     """Write the whole file beside the target, flush it, then move it over the target."""
     path = expand(path)
     tensors = {
-        f"layers.{key}.{name}": values.detach().float().cpu().contiguous()
-        for key, layer in tables.items()
-        for name, values in layer.items()
+        f"layers.{key}.{name}": _own(values.float()) for key, layer in tables.items() for name, values in layer.items()
     }
-    data = save(tensors, metadata={"ace": json.dumps({"schema": SCHEMA, **metadata})})
+    kept = {name: _own(values) for name, values in extra.items()}
+    data = save({**tensors, **kept}, metadata={"ace": json.dumps({"schema": metadata.SCHEMA, **ace})})
     try:
         replace_whole(path, data)
     except OSError as error:
@@ -43,98 +48,87 @@ def write(path: str | Path, tables: Tables, metadata: Mapping[str, Any]) -> Path
     return path
 
 
+def _own(values: Tensor) -> Tensor:
+    """A copy: layers may share one tensor, which safetensors refuses."""
+    return values.detach().cpu().clone(memory_format=torch.contiguous_format)
+
+
 # ---- reading ------------------------------------------------------------------------------------------------------
 
 
-def open_file(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
+@contextmanager
+def opened(path: Path) -> Iterator[safe_open]:
+    """The file with its header read and nothing else."""
     if not os.path.isfile(path):
         raise PlanError(f"There is no plan at {path}. Make one with `ace tables MODEL -o {path.name}`.")
     try:
-        with safe_open(path, "pt") as file:
-            return file.metadata() or {}, {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError, ValueError) as error:
-        raise PlanError(
-            f"{path} is not a readable safetensors file ({brief(error)}). It is truncated or no plan; build it again with "
-            "`ace tables`."
-        ) from error
+        _check_header(path)
+        with _open(path) as handle:
+            yield handle
+    except (SafetensorError, OSError) as error:
+        raise _unreadable(path, error) from error
 
 
-def parse(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -> tuple[dict[str, Any], Tables]:
-    """The checked metadata and the tables by layer; whatever else is wrong raises the error of its type."""
-    if "ace" not in metadata:
+def _open(path: Path) -> safe_open:
+    try:
+        return safe_open(path, "pt")
+    except ValueError as error:  # apart from ours, which come from inside the file
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: Path, error: Exception) -> PlanError:
+    return PlanError(f"{path} is not a readable safetensors file ({brief(error)}). {NO_PLAN}")
+
+
+def _check_header(path: Path) -> None:
+    """A safetensors file begins with the length of its header, metadata included; parsing one takes a few times that."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+    if length > metadata.MOST_BYTES:
         raise PlanError(
-            "this safetensors file is not a plan (no `ace` metadata). Make one with `ace tables MODEL -o FILE`."
+            f"{path} has {length / (1 << 20):,.0f} MiB of metadata, more than the {metadata.MOST_BYTES >> 20} MiB of a plan. "
+            f"{NO_PLAN}"
         )
-    ace = json.loads(metadata["ace"])
-    if ace.get("schema") != SCHEMA:
-        raise PlanError(
-            f"the plan has schema {ace.get('schema')!r}, this release reads {SCHEMA}. Build it again with `ace tables`, "
-            "or use the release that wrote it."
-        )
-    structure = _checked(ace)
-    tables = _tables(tensors)
-    _check_tables(tables, structure, ace["undefined"])
-    return ace, {key: tables.get(key, {}) for key in structure}  # the file sorts layers as text: 10 before 2
 
 
-def _checked(ace: Mapping[str, Any]) -> dict[str, Any]:
-    """The layers of the fingerprint, after the types of everything that is read later without a check."""
-    structure, content = ace["fingerprint"]["structure"], ace["fingerprint"]["content"]
-    if not structure:
-        raise ValueError("no layers")
-    for key, layer in structure.items():
-        expect(layer["experts"], int, f"experts of layer {key}")
-        expect(layer["top_k"], int, f"top_k of layer {key}")
-        if not 1 <= layer["top_k"] <= layer["experts"]:
-            raise ValueError(f"layer {key} has {layer['top_k']} slots for {layer['experts']} experts")
-    for name, value in (("model", ace["model"]), ("content", content), *ace["undefined"].items()):
-        expect(value, str, name)
-    expect(ace["other_weights"], list, "other_weights")
-    expect(ace.get("calibrations", {}), dict, "calibrations")
-    return structure
+def read(handle: safe_open) -> dict[str, Any]:
+    """All fields of a `Plan`, checked; whatever is wrong raises the error of its type."""
+    fields = metadata.fields_of(metadata.text_of(handle.metadata()))
+    structure, shapes = fields["fingerprint"].structure, fields["shapes"]
+    reserved = [name for name in handle.keys() if RESERVED.fullmatch(name)]  # noqa: SIM118
+    names = _by_layer(set(handle.keys()) - set(reserved))
+    check_layers({key: set(layer) for key, layer in names.items()}, structure, fields["undefined"])
+    _check_shapes(handle, names, Expected(structure, shapes))
+    # the file sorts layers as text: 10 before 2
+    tables = {key: {n: handle.get_tensor(t).clone() for n, t in names.get(key, {}).items()} for key in structure}
+    check_values(tables, shapes)
+    named = {t.factor: "a threshold" for t in fields["thresholds"] if t.factor is not None}
+    check_factor_names(named | dict.fromkeys(fields["guarded"], "`guarded`"), tables)
+    return {**fields, "tables": tables, "extra": {name: handle.get_tensor(name).clone() for name in reserved}}
 
 
-def _tables(tensors: Mapping[str, Tensor]) -> Tables:
-    tables: Tables = {}
-    for name, values in tensors.items():
-        match = TENSOR.fullmatch(name)
+def _by_layer(tensors: Iterable[str]) -> Names:
+    names: Names = {}
+    for tensor in sorted(tensors):
+        match = TENSOR.fullmatch(tensor)
         if not match:
             raise PlanError(
-                f"tensor {name!r} is not `layers.<n>.<table>`; the file is no plan of ours. Make one with `ace tables`."
+                f"tensor {tensor!r} is not `layers.<n>.<table>`; the file is no plan of ours. Make one with `ace tables`."
             )
-        key = match["key"]
-        canonical = str(int(key)) if key.isdigit() else key
-        if match["table"] in tables.setdefault(canonical, {}):
+        key, table = match["key"], match["table"]
+        key = str(int(key)) if key.isdigit() else key
+        if table in names.setdefault(key, {}):
             raise PlanError(
-                f"layer {canonical} has two tables {match['table']}; the file was edited. Build it again with `ace tables`."
+                f"layer {key} has two tables {table}; the file was edited. Build it again with `ace tables`."
             )
-        tables[canonical][match["table"]] = values
-    return tables
+        names[key][table] = tensor
+    return names
 
 
-def _check_tables(tables: Tables, structure: Mapping[str, Any], undefined: Mapping[str, str]) -> None:
-    wanted = (CORE | {name for layer in tables.values() for name in layer}) - set(undefined)
-    missing = [key for key in structure if not wanted <= set(tables.get(key, ()))]
-    foreign = [key for key in tables if key not in structure]
-    if missing or foreign:
-        raise PlanError(
-            f"tables and layer list disagree (missing: {', '.join(missing[:5]) or 'none'}; foreign: "
-            f"{', '.join(foreign[:5]) or 'none'}). The file was edited or cut; build it again with `ace tables`."
-        )
-    levels = 1 + sum(layer["top_k"] - 1 for layer in structure.values())
-    for key, layer in tables.items():
-        for name, values in layer.items():
-            _check_values(f"layers.{key}.{name}", values, structure[key], None if name in CORE else levels)
-
-
-def _check_values(name: str, values: Tensor, layer: Mapping[str, Any], levels: int | None) -> None:
-    """Tables beside the core's may have one value, one per expert, pair, slot, or level of a budget shared by layers."""
-    experts = layer["experts"]
-    fits = values.shape == (experts,) if levels is None else set(values.shape) <= {experts, layer["top_k"], levels}
-    if values.dtype != torch.float32 or not fits:
-        raise PlanError(
-            f"{name} is {str(values.dtype).removeprefix('torch.')} {list(values.shape)}, not float32 [{experts}]. Build it "
-            "again with `ace tables`."
-        )
-    if not values.isfinite().all() or (values < 0).any():
-        raise PlanError(f"{name} has NaN, infinite or negative values. Build it again with `ace tables`.")
+def _check_shapes(handle: safe_open, names: Names, expected: Expected) -> None:
+    """From the header alone."""
+    for key, layer in names.items():
+        for name, tensor in layer.items():
+            found = handle.get_slice(tensor)
+            dtype = found.get_dtype()
+            expected.check(key, name, DTYPES.get(dtype, dtype), tuple(found.get_shape()))

@@ -1,0 +1,83 @@
+"""Who a model is: hashes of its router rows, and a small sample of its experts that is read without reading them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from ..plan import Routers, Sample
+from .records import Site
+from .shards import Rows
+from .source import CheckpointSource, ModelSource
+from .structure import is_registered
+
+SMALLEST = 2.0**-14  # what is less has fewer bits in fp16 than in bf16; what is not, is the same number in both
+PLAIN = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+SAMPLED = 8  # rows of each matrix of an expert
+Source = CheckpointSource | ModelSource
+
+
+def routers(sites: Iterable[Site], source: Source) -> Routers:
+    """Over all router rows as bf16: tells weights apart without reading the experts."""
+    exact, coarse = hashlib.sha256(), hashlib.sha256()
+    for site in sites:
+        names = [n for n, short in site.parameter_names().items() if short.startswith("router.")]
+        for name, tensor in sorted(source.read(names).items()):
+            label, rows = f"{site.key}:{name.rpartition('.')[2]}:".encode(), _halved(tensor)
+            for digest, values in ((exact, rows), (coarse, _coarse(rows))):
+                digest.update(label)
+                digest.update(_bytes(values))
+    return Routers(exact.hexdigest(), coarse.hexdigest())
+
+
+def experts(sites: Iterable[Site], source: Source) -> dict[str, Sample]:
+    """A sample of every layer's experts by key; a layer whose experts are stored in an unknown way is left out."""
+    with source.rows() as rows:
+        found = {site.key: _sample(site, rows) for site in sites}
+    return {key: sample for key, sample in found.items() if sample is not None}
+
+
+def _sample(site: Site, rows: Rows) -> Sample | None:
+    """Some rows of each matrix of the first and the middle expert."""
+    matrices = {n: p.shape for n, p in site.experts.named_parameters() if p.dim() == 3}
+    if not is_registered(site.experts) or not matrices:
+        return None
+    digest, sizes = hashlib.sha256(), []
+    for expert in sorted({0, site.num_experts // 2}):
+        taken = []
+        for name, shape in sorted(matrices.items()):
+            values = _taken(rows(f"{site.path}.{name}", expert, _spread(shape[1])))
+            if values is None:
+                return None
+            digest.update(f"{name}:{expert}:".encode() + _bytes(values))
+            taken.append(values.double().flatten())
+        sizes.append(torch.cat(taken).square().mean().sqrt().item())
+    return Sample(tuple(sizes), digest.hexdigest()) if all(map(_is_number, sizes)) else None
+
+
+def _spread(rows: int) -> range:
+    return range(0, rows, max(1, rows // SAMPLED))[:SAMPLED]
+
+
+def _taken(values: Tensor | None) -> Tensor | None:
+    """Comparable between precisions; None for packed or scaled formats, whose numbers are not the weights."""
+    return _coarse(_halved(values)) if values is not None and values.dtype in PLAIN else None
+
+
+def _is_number(size: float) -> bool:
+    return 0 <= size < float("inf")
+
+
+def _halved(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", torch.bfloat16)
+
+
+def _coarse(values: Tensor) -> Tensor:
+    return torch.where(values.abs() < SMALLEST, 0.0, values)
+
+
+def _bytes(values: Tensor) -> bytes:
+    return values.contiguous().view(torch.uint8).numpy().tobytes()

@@ -1,0 +1,96 @@
+"""The JSON of a plan: any schema this release reads becomes the fields of a `Plan`, checked.
+
+Whatever is wrong raises the error of its type (KeyError, TypeError, ValueError …); `Plan.load` puts the advice to it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from ..errors import PlanError
+from .entries import Threshold, expect
+from .fingerprint import Fingerprint
+from .shapes import check_declared
+
+SCHEMA, READS = 2, (1, 2)
+MOST_BYTES = 64 << 20  # of metadata; the largest plans we know have under 1 MiB
+KNOWN = {
+    "schema", "model", "fingerprint", "undefined", "other_weights", "calibrations", "shapes", "guarded", "thresholds",
+    "recommendation",
+}  # fmt: skip
+
+
+def text_of(header: Mapping[str, str] | None) -> str:
+    """The `ace` part of a safetensors header."""
+    found = (header or {}).get("ace")
+    if found is None:
+        raise PlanError(
+            "this safetensors file is not a plan (no `ace` metadata). Make one with `ace tables MODEL -o FILE`."
+        )
+    return found
+
+
+def fields_of(text: str) -> dict[str, Any]:
+    """Fields of a `Plan` but its tensors."""
+    ace = _current(json.loads(text))
+    fingerprint = Fingerprint.from_json(ace["fingerprint"])
+    _check_kinds(ace)
+    guarded = ace.get("guarded", {})
+    _check_guarded(guarded, fingerprint.structure)
+    return {
+        "fingerprint": fingerprint,
+        "model": ace["model"],
+        "undefined": ace["undefined"],
+        "thresholds": tuple(Threshold.from_json(t) for t in ace["thresholds"]),
+        "other_weights": tuple(ace["other_weights"]),
+        "calibrations": ace.get("calibrations", {}),
+        "shapes": {name: tuple(dims) for name, dims in check_declared(ace.get("shapes", {})).items()},
+        "guarded": {name: tuple(layers) for name, layers in guarded.items()},
+        "recommendation": _recommendation(ace.get("recommendation")),
+        "unread": {name: value for name, value in ace.items() if name not in KNOWN},
+    }
+
+
+def _current(ace: dict[str, Any]) -> dict[str, Any]:
+    """The metadata in the form of the newest schema. Schema 1 knew the router rows as `content`, and no experts."""
+    if ace.get("schema") not in READS:
+        raise PlanError(
+            f"the plan has schema {ace.get('schema')!r:.40}, this release reads {' and '.join(map(str, READS))}. Build it "
+            "again with `ace tables`, or use the release that wrote it."
+        )
+    if ace["schema"] == SCHEMA:
+        return ace
+    found = ace["fingerprint"]
+    routers = {"exact": found["content"], "coarse": None}
+    return {**ace, "fingerprint": {"structure": found["structure"], "routers": routers, "experts": {}}}
+
+
+def _check_kinds(ace: Mapping[str, Any]) -> None:
+    """The types of everything that is read later without a check."""
+    expect(ace["undefined"], dict, "undefined")
+    expect(ace["other_weights"], list, "other_weights")
+    expect(ace["thresholds"], list, "thresholds")
+    expect(ace.get("calibrations", {}), dict, "calibrations")
+    expect(ace["model"], str, "model")
+    for name, value in (*ace["undefined"].items(), *(("other_weights", value) for value in ace["other_weights"])):
+        expect(value, str, name)
+
+
+def _check_guarded(guarded: Any, structure: Mapping[str, Any]) -> None:
+    expect(guarded, dict, "guarded")
+    for name, layers in guarded.items():
+        expect(layers, list, f"guarded: {name}")
+        for key in layers:
+            expect(key, str, f"guarded: {name}")
+            if key not in structure:
+                raise ValueError(f"guarded: {name} names layer {key!r:.40}, which the model does not have")
+
+
+def _recommendation(found: Any) -> dict[str, Any] | None:
+    """Free but for its settings, which are what a user is told to take."""
+    if found is not None:
+        expect(found, dict, "recommendation")
+        expect(found.get("settings"), dict, "recommendation: settings")
+    return found

@@ -1,0 +1,165 @@
+"""What schema 2 adds: layer factors, guarded layers, tables of other shapes, recommendations, and what is not ours to read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from plan_cases import SETTINGS, edited, entry, plan_of
+from torch import Tensor
+
+from ace_moe.errors import PlanError
+from ace_moe.plan import Plan
+
+E, D, LEVELS = 8, 16, 7  # of `plan_of`: two layers of 8 experts and 4 slots, width 16
+
+
+def of_layers(name: str, *values: Tensor) -> dict[str, Tensor]:
+    return {f"layers.{key}.{name}": value.clone() for key, value in enumerate(values)}
+
+
+def factors(*values: float) -> dict[str, Tensor]:
+    return of_layers("factor_branch", *map(torch.tensor, values))
+
+
+def put(*path: str | int, value: Any) -> Callable[[Any], None]:
+    def change(meta: Any) -> None:
+        for step in path[:-1]:
+            meta = meta[step]
+        meta[path[-1]] = value
+
+    return change
+
+
+# ---- what is taken ----------------------------------------------------------------------------------------------
+
+
+def test_everything_comes_back(tmp_path: Path) -> None:
+    scaled = entry(0.5, 0.1, phase="verify", of={**SETTINGS, "factor": "factor_branch"})
+    mean = {str(n): {"mean_output": torch.randn(E, D)} for n in range(2)}
+    plan = plan_of(scaled).with_tables({"0": {"factor_branch": torch.tensor(1.0)}, "1": {"factor_branch": torch.tensor(0.3)}},
+                                       guarded={"factor_branch": ["0"]})  # fmt: skip
+    plan = plan.with_tables(mean, shapes={"mean_output": ["experts", "hidden"]})
+    plan = replace(plan, recommendation={"settings": {"policy": "share"}, "budgets": [0.5], "evidence": {"p": 0.01}})
+    loaded = Plan.load(plan.save(tmp_path / "p.safetensors"))
+    assert loaded == plan
+    assert loaded.guarded == {"factor_branch": ("0",)}
+    assert loaded.shapes == {"mean_output": ("experts", "hidden")}
+    assert loaded.thresholds[0].phase == "verify"
+    assert loaded.recommendation["settings"] == {"policy": "share"}  # type: ignore[index]
+    assert (loaded.tables["0"]["mean_output"] < 0).any()
+
+
+@pytest.mark.parametrize(
+    ("dims", "shape"),
+    [
+        (["experts", "hidden"], (E, D)),
+        (["experts", "top_k", "one"], (E, 4, 1)),
+        (["intermediate"], (8,)),
+        (["levels", "hidden"], (LEVELS, D)),
+    ],
+)
+def test_declared_shapes(dims: list[str], shape: tuple[int, ...], tmp_path: Path) -> None:
+    tensors = of_layers("mean_output", -torch.ones(shape), torch.ones(shape))
+    path = edited(plan_of(), tmp_path / "p.safetensors", put("shapes", value={"mean_output": dims}), tensors)
+    assert Plan.load(path).tables["0"]["mean_output"].shape == shape
+
+
+def test_what_a_later_release_adds_is_kept(tmp_path: Path) -> None:
+    """Keys and `curves` tensors this release does not know are written back as they were."""
+
+    def later(meta: dict[str, Any]) -> None:
+        meta |= {"curves": [{"tensor": "curves.0"}], "corrections": {"a": [1, None]}, "default_workload": "news.txt"}
+        meta["colour"] = {"red": [0.5]}
+        meta["fingerprint"]["tokenizer"] = "sha"
+
+    curves = {"curves.0": torch.arange(5, dtype=torch.int64), "curves.1": -torch.rand(3, 2).half()}
+    plan = Plan.load(edited(plan_of(), tmp_path / "p.safetensors", later, curves))
+    assert set(plan.unread) == {"curves", "corrections", "default_workload", "colour"}
+    again = Plan.load(plan.save(tmp_path / "again.safetensors"))
+    assert again == plan
+    assert again.unread["colour"] == {"red": [0.5]}
+    assert again.fingerprint.unread == {"tokenizer": "sha"}
+    assert again.extra["curves.0"].dtype == torch.int64
+    assert torch.equal(again.extra["curves.1"], curves["curves.1"])
+
+
+# ---- what is refused --------------------------------------------------------------------------------------------
+
+ENTRY = ("thresholds", 0)
+BAD_METADATA = {
+    "phase": (put(*ENTRY, "phase", value="warmup"), "phase 'warmup' is none of both, prefill, decode, verify"),
+    "gain no text": (put(*ENTRY, "gain", value=2), "thresholds: gain is 2"),
+    "gain empty": (put(*ENTRY, "gain", value=""), "no name of a gain"),
+    "gain long": (put(*ENTRY, "gain", value="x" * 41), "no name of a gain"),
+    "min_active": (put(*ENTRY, "min_active", value=-1), "min_active is -1"),
+    "params": (put(*ENTRY, "params", value="max"), "params is 'max'"),
+    "factor no text": (put(*ENTRY, "factor", value=1), "factor is 1"),
+    "factor of no table": (put(*ENTRY, "factor", value="factor_x"), "a threshold names the factor table 'factor_x'"),
+    "factor of another table": (put(*ENTRY, "factor", value="gsp"), "names the factor table 'gsp'.*it has none"),
+    "unknown setting": (put(*ENTRY, "temperature", value=1), "temperature"),
+    "guarded of no table": (put("guarded", value={"factor_x": ["0"]}), "`guarded` names the factor table 'factor_x'"),
+    "guarded layer": (put("guarded", value={"factor_x": ["7"]}), "names layer '7', which the model does not have"),
+    "guarded no list": (put("guarded", value={"factor_x": "01"}), "guarded: factor_x"),
+    "guarded no text": (put("guarded", value={"factor_x": [0]}), "guarded: factor_x is 0"),
+    "guarded no object": (put("guarded", value=["0"]), "guarded is"),
+    "shapes no object": (put("shapes", value=["experts"]), "shapes is"),
+    "shapes of unknown size": (put("shapes", value={"mean": ["experts", "vocabulary"]}), "shapes: mean is"),
+    "shapes of no size": (put("shapes", value={"mean": []}), "shapes: mean is"),
+    "shapes of many sizes": (put("shapes", value={"mean": ["one"] * 4}), "shapes: mean is"),
+    "shapes of a core table": (put("shapes", value={"gsp": ["hidden"]}), "gsp has a shape of its own"),
+    "shapes of a factor": (put("shapes", value={"factor_x": ["experts"]}), "factor_x has a shape of its own"),
+    "recommendation text": (put("recommendation", value="share"), "recommendation is 'share'"),
+    "recommendation without settings": (put("recommendation", value={"budgets": []}), "recommendation: settings is None"),
+    "other_weights": (put("other_weights", value=[5]), "other_weights is 5"),
+    "no exact": (put("fingerprint", "routers", value={"coarse": None}), "exact"),
+    "coarse no text": (put("fingerprint", "routers", "coarse", value=5), "routers: coarse is 5"),
+    "experts of another layer": (put("fingerprint", "experts", value={"9": {"rms": [1], "sample": ""}}), "of layer 9"),
+    "rms NaN": (put("fingerprint", "experts", value={"0": {"rms": [float("nan")], "sample": ""}}), "rms of layer 0"),
+    "rms negative": (put("fingerprint", "experts", value={"0": {"rms": [-1], "sample": ""}}), "rms of layer 0 is -1"),
+    "rms text": (put("fingerprint", "experts", value={"0": {"rms": ["1"], "sample": ""}}), "rms of layer 0 is '1'"),
+    "no sample": (put("fingerprint", "experts", value={"0": {"rms": [1]}}), "sample"),
+    "content of schema 1": (put("fingerprint", value={"structure": {"0": {}}, "content": "c"}), "routers"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "said"), BAD_METADATA.values(), ids=BAD_METADATA)
+def test_bad_metadata(change: Callable[[Any], None], said: str, tmp_path: Path) -> None:
+    path = edited(plan_of(entry(0.5, 0.2)), tmp_path / "p.safetensors", change)
+    with pytest.raises(PlanError, match=rf"p\.safetensors: .*{said}.*Build it again with `ace tables`\.$"):
+        Plan.load(path)
+
+
+MEAN = {"mean_output": ["experts", "hidden"]}
+BAD_TABLES: dict[str, tuple[dict[str, Any], dict[str, Tensor], str]] = {
+    "factor of experts": ({}, of_layers("factor_branch", torch.ones(E), torch.ones(E)), "not float32 with one value"),
+    "factor zero": ({}, factors(1.0, 0.0), "factor_branch goes from 0 to 1"),
+    "factor negative": ({}, factors(1.0, -0.5), "layers.1.factor_branch has NaN, infinite or negative"),
+    "factor above one": ({}, factors(0.5, 2.0), "goes from 0.5 to 2; factors are above 0 and the largest of all"),
+    "factor under one": ({}, factors(0.5, 0.25), "the largest of all layers is 1"),
+    "factor of one layer": ({}, {"layers.0.factor_branch": torch.tensor(1.0)}, "missing: 1; foreign: none"),
+    "factor in half precision": ({}, of_layers("factor_branch", *[torch.ones(()).half()] * 2), "float16"),
+    "mean not declared": ({}, of_layers("mean_output", *[torch.ones(E, D)] * 2), r"\[8, 16\].*declared in `shapes`"),
+    "mean too wide": (MEAN, of_layers("mean_output", *[torch.ones(E, D + 1)] * 2), r"\[8, 17\], not float32 \[8, 16\]"),
+    "mean turned": (MEAN, of_layers("mean_output", *[torch.ones(D, E)] * 2), r"\(experts, hidden\)"),
+    "mean NaN": (MEAN, of_layers("mean_output", *[torch.full((E, D), float("nan"))] * 2), "NaN or infinite values"),
+    "negative, not declared": ({}, of_layers("aimer", *[-torch.ones(E)] * 2), "NaN, infinite or negative"),
+    "five dimensions": ({}, of_layers("aimer", *[torch.ones(4, 4, 4, 4, 4)] * 2), "one for each expert"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("shapes", "tensors", "said"), BAD_TABLES.values(), ids=BAD_TABLES)
+def test_bad_tables(shapes: dict[str, Any], tensors: dict[str, Tensor], said: str, tmp_path: Path) -> None:
+    path = edited(plan_of(), tmp_path / "p.safetensors", put("shapes", value=shapes), tensors)
+    with pytest.raises(PlanError, match=said):
+        Plan.load(path)
+
+
+def test_bad_factors_are_refused_when_they_are_made() -> None:
+    """Not when the file is opened next."""
+    with pytest.raises(PlanError, match=r"goes from 2 to 3.*Divide them by their largest"):
+        plan_of().with_tables({str(n): {"factor_x": torch.tensor(2.0 + n)} for n in range(2)})
