@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ace_moe import rule
-from ace_moe.errors import BudgetError
+from ace_moe.errors import PolicyError
 from ace_moe.policies import POLICIES, PRESETS, Routing, make
 
 EXPERTS = 12
@@ -91,6 +91,7 @@ def test_paper_preset_is_pinned():
         "gain": "kept",
         "min_active": 1,
         "min_mass": 0.0,
+        "factor": None,
     }
 
 
@@ -182,7 +183,7 @@ def test_fusion(fusion):
     "bad", [{"gain": "loud"}, {"min_active": 0}, {"min_mass": 1.5}, {"fusion": "median"}, {"min_active": 1.5}, {"x": 1}]
 )
 def test_bad_settings_are_refused(bad):
-    with pytest.raises(BudgetError):
+    with pytest.raises(PolicyError):
         make("ace", **bad)
 
 

@@ -9,6 +9,8 @@ contribution < τ → kept gates are rescaled. A token that loses nothing gets t
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -16,18 +18,74 @@ from torch import Tensor
 
 Gain = Literal["kept", "none", "power"]
 Fusion = Literal["max", "min", "mean"]
+Norm = Literal["sum", "max", "rank"]
 GAINS: tuple[Gain, ...] = ("kept", "none", "power")
+FUSIONS: tuple[Fusion, ...] = ("max", "min", "mean")
+NORMS: tuple[Norm, ...] = ("sum", "max", "rank")
 EPSILON = 1e-8
 
 
-def share(gates: Tensor, amplification: Tensor | None = None, squared: bool = False) -> Tensor:
-    """p_i = |g_i| A(e_i) / (Σ_j |g_j| A(e_j) + ε), in fp32; `amplification` [T, k] is the table at the slots' experts.
+@dataclass(frozen=True)
+class Form:
+    """A contribution written down, so that torch and the kernels compute the same thing.
 
-    `squared`: of g² instead of |g|.
+    A view is |g|^power · A[e], divided by its sum or its maximum over the token's slots; `rank` is 1 − place / k by |g|
+    instead. Views of several tables are fused. `cumulative` is 1 − the sum of the shares with larger |g|. `factor` names
+    a table with one number a layer that everything is multiplied by.
     """
-    score = gates.float().square() if squared else gates.float().abs()
-    score = score if amplification is None else score * amplification
-    return score / (score.sum(-1, keepdim=True) + EPSILON)
+
+    tables: tuple[str, ...] = ()
+    fusion: Fusion = "max"
+    power: Literal[1, 2] = 1
+    norm: Norm = "sum"
+    cumulative: bool = False
+    factor: str | None = None
+
+
+def contribution(form: Form, gates: Tensor, ids: Tensor, tables: Mapping[str, Tensor]) -> Tensor:
+    """What each slot contributes by this form, [T, k] in fp32; ids under 0 are no slot and harm nothing."""
+    views = [_view(form, gates, ids, tables[name]) for name in form.tables] or [_view(form, gates, ids)]
+    c = views[0]
+    for other in views[1:]:
+        c = fuse(c, other, form.fusion)
+    if form.cumulative:
+        c = residual(c, gates, ids)
+    return c if form.factor is None else c * tables[form.factor]
+
+
+def _view(form: Form, gates: Tensor, ids: Tensor, table: Tensor | None = None) -> Tensor:
+    if form.norm == "rank":
+        k = ids.shape[-1]
+        return (k - rank(gates.float().abs(), ids)).float() / k
+    amplification = None if table is None else table[ids.clamp(min=0)]
+    if form.norm == "max":
+        return to_largest(score(gates, amplification, form.power == 2))
+    return share(gates, amplification, form.power == 2)
+
+
+def score(gates: Tensor, amplification: Tensor | None = None, squared: bool = False) -> Tensor:
+    """|g_i| A(e_i), or g_i² A(e_i), in fp32; `amplification` [T, k] is the table at the slots' experts."""
+    size = gates.float().square() if squared else gates.float().abs()
+    return size if amplification is None else size * amplification
+
+
+def share(gates: Tensor, amplification: Tensor | None = None, squared: bool = False) -> Tensor:
+    """p_i = s_i / (Σ_j s_j + ε) of the scores s."""
+    s = score(gates, amplification, squared)
+    return s / (s.sum(-1, keepdim=True) + EPSILON)
+
+
+def to_largest(s: Tensor) -> Tensor:
+    """s_i / max_j s_j of each token, [T, k]; the largest is exactly 1."""
+    return s / s.max(-1, keepdim=True).values.clamp(min=EPSILON)
+
+
+def residual(shares: Tensor, gates: Tensor, ids: Tensor) -> Tensor:
+    """1 − Σ of the shares of slots with a larger gate, in [0, 1]."""
+    order = rank(gates.float().abs(), ids)
+    before = order.unsqueeze(-2) < order.unsqueeze(-1)
+    # the sum may pass 1 by a rounding; a negative residual would be skipped at τ = 0
+    return (1 - torch.where(before, shares.unsqueeze(-2), 0.0).sum(-1)).clamp(0, 1)
 
 
 def fuse(first: Tensor, second: Tensor, how: Fusion) -> Tensor:
@@ -68,6 +126,14 @@ def protect(contribution: Tensor, gates: Tensor, ids: Tensor, min_active: int = 
         skipped = (before * candidate.unsqueeze(-2)).sum(-1)
         out = out.masked_fill(skipped > (1.0 - min_mass) * g.sum(-1, keepdim=True), torch.inf)
     return out
+
+
+def weigh(protected: Tensor, factor: Tensor) -> Tensor:
+    """Protected contributions times a layer's factor; an infinite factor guards the layer: none of its slots is skipped.
+
+    By selection, not by multiplying: 0 · ∞ is no number.
+    """
+    return torch.where(factor.isinf(), torch.inf, protected * factor)
 
 
 def gain_factor(gates: Tensor, keep: Tensor, gain: Gain) -> Tensor:

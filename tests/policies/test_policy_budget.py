@@ -5,8 +5,11 @@ from policy_cases import NAMES, label
 
 from ace_moe import ACE
 from ace_moe.errors import BudgetError
-from ace_moe.offline import Counted, Passes, fit_budgets, search_budgets, thresholds
+from ace_moe.planning import Passes, fit_budgets
+from ace_moe.planning.passes import Counted
+from ace_moe.planning.recipe import entries, search_budgets
 from ace_moe.policies import POLICIES, make
+from ace_moe.scoring import score
 
 WANTED, CLOSE = 0.3, 0.03
 # A pruned or shared subset is filled up to k experts again; and 256 tokens have most experts among their top ones.
@@ -23,7 +26,7 @@ CAN = [
 def fitted(policy, model, plan, windows, wanted=WANTED):
     ace = ACE(plan, policy=policy)
     with ace(model):
-        passes = Passes(ace, model, windows, batch=2)
+        passes = Passes(ace.runtime, model, windows, batch=2, run=score)
         (fit,) = fit_budgets(passes, [wanted])
         passes(fit.threshold)
         return fit, ace.realised, passes
@@ -37,7 +40,7 @@ def test_thirty_percent(variant, demo_model, ready_plan, few_windows):
     assert realised == pytest.approx(fit.realised, abs=1e-9), "what is promised is what the counters find"
     dense = 1 if policy.mapping == "quantile" else 0
     assert fit.passes == passes.count - dense - 1, "every pass is counted"
-    assert passes.scores[fit.threshold].perplexity < 2000
+    assert passes.results[fit.threshold].perplexity < 2000
 
 
 @pytest.mark.parametrize("name", CANNOT)
@@ -59,9 +62,9 @@ def test_a_search_is_written_into_the_plan_and_found_again(demo_model, ready_pla
     policy = make("alloc_t")
     fit, realised, _ = fitted(policy, demo_model, ready_plan, few_windows)
     assert fit.threshold == WANTED, "its knob is the ratio"
-    plan = ready_plan.with_thresholds(thresholds([fit], policy, few_windows))
+    plan = ready_plan.with_thresholds(entries([fit], policy, few_windows))
     ace = ACE(plan, WANTED, policy="alloc_t")
-    assert ace._thresholds.tolist() == pytest.approx([fit.threshold] * 2)
+    assert ace.thresholds.tolist() == pytest.approx([fit.threshold] * 3)
     assert realised == pytest.approx(WANTED, abs=2e-3)
 
 
@@ -70,9 +73,7 @@ def test_a_search_tries_no_threshold_twice():
 
     class Known:
         count = 0
-
-        class ace:  # noqa: N801
-            policy = make("alloc_l")
+        policy = make("alloc_l")
 
         def __call__(self, tau):
             asked.append(tau)

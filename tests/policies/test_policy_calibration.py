@@ -10,9 +10,10 @@ from ace_moe import ACE, Plan, build_plan
 from ace_moe.checkpoint import MoEModel
 from ace_moe.demo import MODEL, TEXT
 from ace_moe.errors import IntegrationError, PlanError, TextError
-from ace_moe.offline import add_tables, calibrate, prepare
+from ace_moe.planning import calibrate, prepare
 from ace_moe.policies import POLICIES, make
 from ace_moe.tables import table
+from ace_moe.tables.build import add_tables
 from command import run_ace
 
 CALIBRATED = [name for name in POLICIES if make(name).calibrated]
@@ -124,7 +125,7 @@ def test_prepare_does_not_do_it_again(ready_plan, demo_model):
 
 
 def test_aimer_table(demo_model, demo_plan):
-    found = add_tables(demo_plan, make("aimer"), demo_model).tables["1"]["aimer"]
+    found = add_tables(demo_plan, ["aimer"], demo_model).tables["1"]["aimer"]
     experts = layer_of(demo_model, 1).experts
     ratio = []
     for e in range(32):

@@ -78,8 +78,8 @@ def test_oracle_runs_the_experts(fp32, few_windows, ready_plan, seen):
 
     ace = ACE(ready_plan, policy=make("oracle"), allow_other_weights=True)
     with ace(fp32):
-        for skipper in ace.skippers:
-            skipper.policy = Spy()
+        for layer in ace.runtime.layers.values():
+            layer.policy = Spy()
         logits_of(fp32, few_windows)
     routing, norms = asked[0]
     for t, i in itertools.product((0, 17, 101), range(8)):

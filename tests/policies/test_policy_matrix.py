@@ -5,10 +5,12 @@ import torch
 from policy_cases import EXPERTS, KINDS, VARIANTS, K, label, of, part, routing, tables
 
 from ace_moe import rule
-from ace_moe.errors import BudgetError
+from ace_moe.errors import PolicyError
 from ace_moe.policies import TokenPolicy, make
 from ace_moe.rule import GAINS
-from ace_moe.skipper import Skipper, Step
+from ace_moe.runtime.layer import Layer
+from ace_moe.runtime.rows import Same, row_of
+from ace_moe.runtime.state import State
 
 variants = pytest.mark.parametrize("variant", VARIANTS, ids=label)
 kinds = pytest.mark.parametrize("kind", KINDS)
@@ -82,7 +84,7 @@ def test_a_larger_knob_skips_more(variant, kind):
 def test_safeguards(variant, kind):
     """Nothing protects a slot but the safeguards: at the largest knob what they name runs, for skipping policies."""
     if variant[0] == "modes:ace-paper":
-        with pytest.raises(BudgetError, match="no safeguards"):
+        with pytest.raises(PolicyError, match="no safeguards"):
             of(variant, min_active=2)
         assert not of(variant).route(routing(kind, 2.0)).keep.any()
         return
@@ -111,16 +113,31 @@ def test_min_active_alone_keeps_that_many():
 def test_the_realised_ratio_is_counted_right(variant, mask):
     """The counters against a set of (token, expert) pairs; padding counts neither way."""
     policy, given = of(variant), routing("unsorted", 0.4, tokens=40, mask=mask)
-    step = Step(tokens=20, attention_mask=None if given.token_mask is None else given.token_mask.view(2, 20).long())
-    skipper = Skipper("0", policy, tables(), step)
-    skipper.threshold.fill_(0.4)
-    skipper.logits = given.logits
-    skipper._norms = lambda hidden, ids: given.norms()
-    ids, gates = skipper(given.hidden, given.ids, given.gates, EXPERTS)
+    layer = Layer("0", policy, tables(), State(), EXPERTS)
+    layer.state.set(torch.full((4,), 0.4))
+    layer.tokens, layer.logits = Sequences(given.token_mask), given.logits
+    layer._norms = lambda hidden, ids: given.norms()
+    ids, gates = layer.decide(given.ids, given.gates, given.hidden)
     real = set(range(40)) if given.token_mask is None else set(given.token_mask.nonzero().flatten().tolist())
     run = {(t, e) for t in real for e in ids[t].tolist() if e < EXPERTS}
-    assert skipper.counts[0].tolist() == [len(real) * K, len(run)]
+    assert layer.counts[row_of("prefill")].tolist() == [len(real) * K, len(run), 0]
+    assert layer.counts.sum() == len(real) * K + len(run)
     assert (gates[ids == EXPERTS] == 0).all()
+
+
+class Sequences(Same):
+    """Two prompts of 20 tokens, some of them padding."""
+
+    def __init__(self, mask):
+        super().__init__(row_of("prefill"))
+        self.mask = mask
+
+    def rows(self, tokens, device):
+        rows = super().rows(tokens, device)
+        return rows if self.mask is None else torch.where(self.mask, rows, 0)
+
+    def length(self, tokens):
+        return 20
 
 
 LOCAL = [v for v in VARIANTS if getattr(of(v), "token_local", False)]
@@ -206,7 +223,7 @@ def test_few_tokens(variant, tokens):
     ],
 )
 def test_bad_settings_are_refused(name, bad):
-    with pytest.raises(BudgetError, match=next(iter(bad))):
+    with pytest.raises(PolicyError, match=next(iter(bad))):
         make(name, **bad)
 
 

@@ -5,12 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from torch import Tensor
-
-from .. import rule
 from ..errors import PolicyError
-from ..rule import Fusion
-from .base import Routing, TokenPolicy
+from ..rule import FUSIONS, Form, Fusion
+from .base import TokenPolicy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,9 +24,9 @@ class Ace(TokenPolicy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.fusion not in ("max", "min", "mean"):
+        if self.fusion not in FUSIONS:
             raise PolicyError(f"fusion must be max, min or mean, not {self.fusion!r}.")
 
-    def contribution(self, routing: Routing) -> Tensor:
-        gsp, rcr = (rule.share(routing.gates, routing.tables[name][routing.ids]) for name in self.needs)
-        return rule.fuse(gsp, rcr, self.fusion)
+    @property
+    def form(self) -> Form:
+        return Form(self.needs, self.fusion)

@@ -39,6 +39,7 @@ def allocate(costs: Sequence[Tensor]) -> Tensor:
 class LayerwisePolicy(Policy):
     """Every token of layer l keeps its K_l largest gates; the threshold moves along the totals from all slots to one each."""
 
+    token_local: ClassVar[bool] = True
     limits: ClassVar[str] = "whole slots of whole layers go, so ratios come in steps of one over all slots of a token"
 
     @property
@@ -49,6 +50,6 @@ class LayerwisePolicy(Policy):
     def route(self, routing: Routing) -> Decision:
         slots = routing.tables[self.table]
         level = (routing.threshold.clamp(0, 1) * (len(slots) - 1)).round().long()
-        number = slots.index_select(0, level.view(1))  # indexing by a scalar would wait for its value
+        number = slots.index_select(0, level.view(-1)).view(-1, 1)  # indexing by a scalar would wait for its value
         keep = rule.rank(routing.gates.float().abs(), routing.ids) < number
         return self.skip(routing, self.guarded(routing, keep))

@@ -1,49 +1,27 @@
-"""What a policy is: a small frozen dataclass that decides slots. A token policy writes `contribution` alone."""
+"""What a policy is: a small frozen dataclass that decides slots. A token policy writes a form, or `contribution`."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from .. import rule
 from ..errors import PolicyError
-from ..rule import GAINS, Gain
+from ..rule import GAINS, Form, Gain
+from .records import Decision, Routing, Tables
+from .scores import scores
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from ..text import Windows
 
-COMMON = ("gain", "min_active", "min_mass")
+COMMON = ("gain", "min_active", "min_mass", "factor")
 Mapped = Literal["quantile", "search"]
-Tables = dict[str, dict[str, Tensor]]  # by layer key, then by name
-
-
-class Routing(NamedTuple):
-    """What a layer's router said of T tokens: ids, gates [T, k]; what some policies need beside is optional."""
-
-    ids: Tensor
-    gates: Tensor
-    tables: Mapping[str, Tensor]
-    threshold: Tensor
-    logits: Tensor | None = None
-    hidden: Tensor | None = None
-    token_mask: Tensor | None = None
-    length: int = 0  # tokens of one sequence in this pass; 0 if unknown: then the pass counts as one sequence
-    norms: Callable[[], Tensor] | None = None  # ‖f_e(x)‖ of every slot, [T, k]: runs every slot's expert
-
-
-class Decision(NamedTuple):
-    """ids and gates [T, k] to run, and keep [T, k]: False where nothing runs."""
-
-    ids: Tensor
-    gates: Tensor
-    keep: Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +44,7 @@ class Policy(ABC):
     gain: Gain = "power"
     min_active: int = 1
     min_mass: float = 0.0
+    factor: str | None = None  # a table with one number a layer that contributions are multiplied by
 
     def __post_init__(self) -> None:
         if self.gain not in GAINS:
@@ -74,6 +53,10 @@ class Policy(ABC):
             raise PolicyError(f"min_active must be a whole number of at least 1, not {self.min_active!r}.")
         if not isinstance(self.min_mass, (int, float)) or not 0 <= self.min_mass <= 1:
             raise PolicyError(f"min_mass is a share of the gate mass: 0 to 1, not {self.min_mass!r}.")
+        if self.factor is not None and not (isinstance(self.factor, str) and isinstance(self, TokenPolicy)):
+            raise PolicyError(
+                f"factor names a table that weighs the layers of a token policy, not {self.factor!r} here."
+            )
 
     @property
     def params(self) -> dict[str, Any]:
@@ -81,14 +64,29 @@ class Policy(ABC):
         return {k: v for k, v in asdict(self).items() if k not in COMMON}
 
     @property
-    def own_settings(self) -> dict[str, Any]:
-        """All fields: what makes this policy again."""
-        return asdict(self)
+    def key(self) -> str:
+        """The name in plans and results: of a class outside this package `module:Class`, so that none is taken for ours."""
+        cls = type(self)
+        ours = cls.__module__.startswith(__package__ + ".")
+        return cls.name if ours else f"{cls.__module__}:{cls.__qualname__}"
 
     @property
     def settings(self) -> dict[str, Any]:
         """Everything that decides whether a threshold fits this policy."""
-        return {"policy": self.name, "params": self.params} | {k: getattr(self, k) for k in COMMON}
+        return {"policy": self.key, "params": self.params} | {k: getattr(self, k) for k in COMMON}
+
+    @property
+    def tables(self) -> tuple[str, ...]:
+        """All tables a layer must have: the method's own and the factor's."""
+        return self.needs if self.factor is None else (*self.needs, self.factor)
+
+    def ready(self, name: str, table: Tensor) -> Tensor:
+        """A table as the method uses it; made once for each layer."""
+        return table
+
+    def kernel_rule(self) -> Form | None:
+        """How the kernels can decide in this policy's place; None where they cannot."""
+        return None
 
     @abstractmethod
     def route(self, routing: Routing) -> Decision: ...
@@ -126,26 +124,67 @@ def _gain_between(before: Tensor, after: Tensor, gain: Gain) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenPolicy(Policy):
-    """Decides each token by itself: skip the slots whose contribution is under the threshold."""
+    """Decides each token by itself: skip the slots whose contribution is under the threshold.
+
+    `denominator` k2 divides the gates by the mass of the router's top-k2 instead of its top-k; 0 leaves them as they are.
+    """
 
     mapping: ClassVar[Mapped] = "quantile"
     token_local: ClassVar[bool] = True
 
-    @abstractmethod
+    denominator: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not isinstance(self.denominator, int) or self.denominator < 0:
+            raise PolicyError(f"denominator is a number of experts, or 0 for the model's k; not {self.denominator!r}.")
+
+    @property
+    def params(self) -> dict[str, Any]:
+        found = super().params
+        return found if found["denominator"] else {k: v for k, v in found.items() if k != "denominator"}
+
+    @property
+    def needs_logits(self) -> bool:  # type: ignore[override]
+        return self.denominator > 0
+
+    @property
+    def form(self) -> Form | None:
+        """The contribution written down; a policy has this or a `contribution` of its own, never both."""
+        return None
+
     def contribution(self, routing: Routing) -> Tensor:
         """[T, k] in [0, 1]; higher = keep."""
+        if self.form is None:
+            raise NotImplementedError(f"{type(self).__name__} must have a `form` or a `contribution`.")
+        tables = {name: self.ready(name, routing.tables[name]) for name in self.needs}
+        return rule.contribution(self.form, routing.gates, routing.ids, tables)
 
     def protected(self, routing: Routing) -> Tensor:
         """Contributions with +∞ at the slots the safeguards keep."""
         c = self.contribution(routing)
-        return rule.protect(c, routing.gates, routing.ids, self.min_active, self.min_mass)
+        c = rule.protect(c, routing.gates, routing.ids, self.min_active, self.min_mass)
+        return c if routing.factor is None else rule.weigh(c, routing.factor)
 
     def route(self, routing: Routing) -> Decision:
         return self.settle(routing, self.protected(routing))
 
     def settle(self, routing: Routing, protected: Tensor) -> Decision:
         keep, gates = rule.decide(protected, routing.gates, routing.threshold, self.gain)
-        return Decision(routing.ids, gates, keep)
+        return Decision(routing.ids, self._divided(routing, gates, keep) if self.denominator else gates, keep)
+
+    def _divided(self, routing: Routing, gates: Tensor, keep: Tensor) -> Tensor:
+        """gates · Σ_top-k p / Σ_top-k2 p for tokens that lost a slot."""
+        p = scores(routing)
+        largest = p.topk(min(self.denominator, p.shape[-1]), dim=-1).values
+        factor = p.gather(-1, routing.ids).sum(-1, keepdim=True) / largest.sum(-1, keepdim=True)
+        return torch.where(keep.all(-1, keepdim=True), gates, (gates.float() * factor).to(gates.dtype))
+
+    def kernel_rule(self) -> Form | None:
+        """The form, if nothing of the rule around it was changed: a subclass that overrides a step is really called."""
+        steps = ("contribution", "protected", "settle", "route")
+        plain = all(getattr(type(self), step) is getattr(TokenPolicy, step) for step in steps)
+        return self.form if plain and not self.needs_logits else None
 
 
 def parameters_of(cls: type[Policy]) -> list[str]:

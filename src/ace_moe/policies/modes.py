@@ -9,9 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .. import rule
 from ..errors import PolicyError
-from ..rule import Gain
+from ..rule import Form, Gain
 from .base import Routing, Tables, TokenPolicy
 
 if TYPE_CHECKING:
@@ -35,8 +34,9 @@ class Modes(TokenPolicy):
 
     gain: Gain = "none"
 
-    def contribution(self, routing: Routing) -> Tensor:
-        return rule.share(routing.gates) * routing.tables["modes_alpha"]
+    @property
+    def form(self) -> Form:
+        return Form(factor="modes_alpha")
 
     @torch.no_grad()
     def calibrate(self, model: PreTrainedModel, windows: Windows | None) -> Tables:

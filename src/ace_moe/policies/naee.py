@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor
 
-from ..rule import EPSILON, Gain
+from .. import rule
+from ..rule import EPSILON, Form, Gain
 from .base import Routing, Tables, TokenPolicy
-from .relative import to_largest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -40,7 +40,7 @@ class Naee(TokenPolicy):
 
     def contribution(self, routing: Routing) -> Tensor:
         median = routing.tables["naee_median"].clamp(min=EPSILON)
-        return squash(to_largest(routing.gates.float().abs()) / median)
+        return squash(rule.to_largest(rule.score(routing.gates)) / median)
 
     def calibrate(self, model: PreTrainedModel, windows: Windows | None) -> Tables:
         from .calibration import all_gates
@@ -68,5 +68,6 @@ class NaeeAsCompared(TokenPolicy):
 
     gain: Gain = "kept"
 
-    def contribution(self, routing: Routing) -> Tensor:
-        return to_largest(routing.gates.float().abs() * routing.tables["gsp"][routing.ids])
+    @property
+    def form(self) -> Form:
+        return Form(self.needs, norm="max")

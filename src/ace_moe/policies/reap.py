@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor
 
-from .. import rule
-from ..rule import Gain
+from ..rule import Form, Gain
 from .base import Routing, Tables, TokenPolicy
 from .pruning import UniformPruning
 
@@ -49,10 +48,13 @@ class Reap(TokenPolicy):
     needs: ClassVar[tuple[str, ...]] = ("reap_saliency",)
     calibrated: ClassVar[bool] = True
 
-    def contribution(self, routing: Routing) -> Tensor:
-        known = routing.tables["reap_saliency"]
-        mean = known.sum() / (known > 0).sum().clamp(min=1)
-        return rule.share(routing.gates, torch.where(known > 0, known, mean)[routing.ids])
+    @property
+    def form(self) -> Form:
+        return Form(self.needs)
+
+    def ready(self, name: str, table: Tensor) -> Tensor:
+        mean = table.sum() / (table > 0).sum().clamp(min=1)
+        return torch.where(table > 0, table, mean)
 
     def calibrate(self, model: PreTrainedModel, windows: Windows | None) -> Tables:
         return saliencies(model, windows)

@@ -5,15 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from torch import Tensor
-
-from ..rule import EPSILON, Gain
-from .base import Routing, TokenPolicy
-
-
-def to_largest(score: Tensor) -> Tensor:
-    """s_i / max_j s_j of each token, [T, k]; the largest is exactly 1."""
-    return score / score.max(-1, keepdim=True).values.clamp(min=EPSILON)
+from ..rule import Form, Gain
+from .base import TokenPolicy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,5 +20,6 @@ class Relative(TokenPolicy):
 
     gain: Gain = "kept"
 
-    def contribution(self, routing: Routing) -> Tensor:
-        return to_largest(routing.gates.float().abs())
+    @property
+    def form(self) -> Form:
+        return Form(norm="max")

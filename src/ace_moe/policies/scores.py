@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .base import Routing
+from .records import Routing
 
 ACTIVATIONS: tuple[Callable[[Tensor], Tensor], ...] = (
     lambda z: z.softmax(-1),

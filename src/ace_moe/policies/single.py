@@ -5,10 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from torch import Tensor
-
-from .. import rule
-from .base import Routing, TokenPolicy
+from ..rule import Form
+from .base import TokenPolicy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,8 +16,9 @@ class Gsp(TokenPolicy):
     name: ClassVar[str] = "gsp"
     needs: ClassVar[tuple[str, ...]] = ("gsp",)
 
-    def contribution(self, routing: Routing) -> Tensor:
-        return rule.share(routing.gates, routing.tables[self.needs[0]][routing.ids])
+    @property
+    def form(self) -> Form:
+        return Form(self.needs)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,5 +42,6 @@ class Share(TokenPolicy):
 
     squared: bool = False
 
-    def contribution(self, routing: Routing) -> Tensor:
-        return rule.share(routing.gates, squared=self.squared)
+    @property
+    def form(self) -> Form:
+        return Form(power=2 if self.squared else 1)

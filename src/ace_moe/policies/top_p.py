@@ -5,12 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
-from torch import Tensor
-
-from .. import rule
-from ..rule import Gain
-from .base import Routing, TokenPolicy
+from ..rule import Form, Gain
+from .base import TokenPolicy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,9 +23,6 @@ class TopP(TokenPolicy):
     gain: Gain = "none"
     squared: bool = False
 
-    def contribution(self, routing: Routing) -> Tensor:
-        mass = rule.share(routing.gates, squared=self.squared)
-        order = rule.rank(routing.gates.float().abs(), routing.ids)
-        before = order.unsqueeze(-2) < order.unsqueeze(-1)
-        # the sum may pass 1 by a rounding; a negative residual would be skipped at τ = 0
-        return (1 - torch.where(before, mass.unsqueeze(-2), 0.0).sum(-1)).clamp(0, 1)
+    @property
+    def form(self) -> Form:
+        return Form(power=2 if self.squared else 1, cumulative=True)
