@@ -1,8 +1,10 @@
-"""Correctness of the kernels on a GPU against float64, beside stock grouped_mm on the same inputs.
+"""Correctness of the kernels on a GPU against float64, beside stock grouped_mm on the same inputs; the rule against `rule.py`.
 
     python benchmarks/check_gpu.py
 
-Error = max |out − reference| over the RMS of its row. Bars: at most 1.5 × stock's; workspaces are poisoned with NaN.
+Error = max |out − reference| over the RMS of its row. Bars: at most 1.5 × stock's; workspaces are poisoned with NaN. No slot
+may be decided otherwise than by `rule.py`, but for those whose contribution is τ to within rounding.
+TRITON_INTERPRET=1 checks the rule alone where there is no GPU.
 """
 
 from __future__ import annotations
@@ -14,8 +16,17 @@ from transformers import Qwen3MoeConfig
 from transformers.integrations.moe import grouped_mm_experts_forward
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-from ace_moe.dispatch import experts as dispatch
+from ace_moe import rule
+from ace_moe.kernels import decide, experts
 from ace_moe.kernels.attend import attend, workspace
+from ace_moe.rule import Form
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+RULES = [
+    decide.Rule(Form()), decide.Rule(Form(power=2), "none"), decide.Rule(Form(("a",)), "kept", 2, 0.3),
+    decide.Rule(Form(("a", "b"))), decide.Rule(Form(("a", "b"), "mean", norm="max"), min_active=3),
+    decide.Rule(Form(norm="rank")), decide.Rule(Form(cumulative=True)), decide.Rule(Form(power=2, cumulative=True)),
+]  # fmt: skip
 
 
 def experts_module(e: int, d: int, m: int, dtype: torch.dtype) -> Qwen3MoeExperts:
@@ -54,12 +65,38 @@ def poison():
     del junk
 
 
+def check_rule(tokens: int = 20000, e: int = 60, k: int = 6) -> tuple[int, float, int]:
+    """(slots decided otherwise than by `rule.py` and not at τ, largest relative error of a gate, wrong counts)."""
+    g = torch.Generator().manual_seed(0)
+    ids = torch.rand(tokens, e, generator=g).argsort(1)[:, :k].to(DEVICE)
+    gates = torch.randn(tokens, k, generator=g).softmax(-1).to(DEVICE)
+    tables = {name: torch.rand(e, generator=g).add(0.5).to(DEVICE) for name in ("a", "b")}
+    rows = torch.randint(0, 7, (tokens,), generator=g).to(DEVICE, torch.int8)
+    tau = torch.tensor([0.0, 0.0, 0.05, 0.1, 0.17, 0.4, 2.0], device=DEVICE)
+    found = [_decided_otherwise(made, ids, gates, rows, tau, tables) for made in RULES]
+    return sum(f[0] for f in found), max(f[1] for f in found), sum(f[2] for f in found)
+
+
+def _decided_otherwise(made, ids, gates, rows, tau, tables):
+    counts = torch.zeros(len(tau), 3, dtype=torch.int64, device=DEVICE)
+    views, factor = [tables[name] for name in made.form.tables], torch.ones(2, device=DEVICE)
+    new_ids, new = decide.launch_rule(ids, gates, rows, tau, factor, views, counts, -1, str(made))
+    c, own = rule.contribution(made.form, gates, ids, tables), tau[rows.long()].unsqueeze(-1)
+    keep, expected = rule.decide(rule.protect(c, gates, ids, made.min_active, made.min_mass), gates, own, made.gain)
+    real = (rows > 0).unsqueeze(-1)
+    wrong = ((new_ids >= 0) != keep) & real & ((c - own).abs() > 1e-6)
+    same = real & ((new_ids >= 0) == keep).all(-1, keepdim=True)
+    off = ((new - expected).abs() / expected.abs().clamp(min=1e-6) * same).max()
+    kept = torch.zeros_like(counts[:, 1]).index_add_(0, rows.long(), ((new_ids >= 0) & real).sum(-1))
+    return int(wrong.sum() + ((new_ids >= 0) & ~real).sum()), float(off), int((counts[:, 1] != kept).sum())
+
+
 def check_fp8() -> float:
     """FP8 weights with a factor per 128 × 128 block, read as they are, against the same numbers in float64."""
     worst = 0.0
     e, d, m, k = 64, 2048, 768, 8
     module = experts_module(e, d, m, torch.bfloat16)
-    layout = dispatch.Layout.of(module.cpu())
+    layout = experts.Layout.of(module.cpu())
     stored, factors = [], []
     for w in (module.gate_up_proj, module.down_proj):
         blocks = w.detach().float().cuda().unflatten(2, (-1, 128)).unflatten(1, (-1, 128))
@@ -71,13 +108,13 @@ def check_fp8() -> float:
         for q, s in zip(stored, factors, strict=True)
     ]
     module.gate_up_proj, module.down_proj = (torch.nn.Parameter(w, False) for w in wide)
-    weights = dispatch.Weights(*stored, None, None, dataclasses.replace(layout, block=(128, 128)), *factors)
+    weights = experts.Weights(*stored, None, None, dataclasses.replace(layout, block=(128, 128)), *factors)
     for tokens in (1, 3, 8, 16, 64, 300, 2048):
         x = torch.randn(tokens, d, device="cuda").bfloat16()
         ids = torch.rand(tokens, e, device="cuda").argsort(1)[:, :k].contiguous()
         ids[:, 5:] = e
         gates = torch.rand(tokens, k, device="cuda").softmax(-1)
-        worst = max(worst, error(dispatch.run(x, ids, gates, weights), reference(x, ids, gates, module)))
+        worst = max(worst, error(experts.run(x, ids, gates, weights), reference(x, ids, gates, module)))
     return worst
 
 
@@ -97,6 +134,10 @@ def check_attention() -> float:
 
 
 def main() -> None:
+    wrong, off, counts = check_rule(20000 if DEVICE == "cuda" else 40)
+    print(f"rule: {wrong} slots decided otherwise than in torch, gates within {off:.1e}, {counts} rows counted wrongly")
+    if DEVICE == "cpu":
+        return
     print(
         f"FP8: max error over the row's RMS {check_fp8():.4f}; attention: over the largest value {check_attention():.4f}"
     )
@@ -104,9 +145,9 @@ def main() -> None:
     for dtype, shapes in ((torch.bfloat16, SHAPES), (torch.float16, SHAPES[1:3])):
         for e, d, m, k in shapes:
             module = experts_module(e, d, m, dtype)
-            layout = dispatch.Layout.of(module.cpu())
+            layout = experts.Layout.of(module.cpu())
             module.cuda()
-            weights = dispatch.Weights(module.gate_up_proj.data, module.down_proj.data, None, None, layout)
+            weights = experts.Weights(module.gate_up_proj.data, module.down_proj.data, None, None, layout)
             for tokens in (1, 3, 7, 16, 33, 100, 257, 1500):
                 for skip in (0.0, 0.6, "one"):
                     ratio, same = compare(module, weights, tokens, (e, d, k), skip, dtype)
@@ -137,8 +178,8 @@ def compare(module, weights, tokens, sizes, skip, dtype):
             drop[:, k // 2] = False
         ids, gates = torch.where(drop, e, ids), torch.where(drop, 0, gates)
         poison()
-        ours = dispatch.run(x, ids, gates, weights)
-        same = same and torch.equal(ours, dispatch.run(x, ids, gates, weights))
+        ours = experts.run(x, ids, gates, weights)
+        same = same and torch.equal(ours, experts.run(x, ids, gates, weights))
         ref = reference(x, ids, gates, module)
         stock = max(stock, error(grouped_mm_experts_forward(module, x, ids, gates).detach(), ref))
         mine = max(mine, error(ours, ref))

@@ -1,14 +1,21 @@
-"""The experts of one MoE layer: our kernels against stock grouped_mm and vLLM's, Qwen3-30B-A3B shapes, uniform routing.
+"""One MoE layer: our kernels against stock grouped_mm and vLLM's, and what deciding costs. Qwen3-30B-A3B shapes, uniform routing.
 
-    python benchmarks/layer.py [--tokens 1 2 4 8 16 32 64 256 1024 4096] [--profile] [--out FILE]
+    python benchmarks/layer.py [--parts experts deciding equal] [--tokens 1 2 4 …] [--profile] [--out FILE]
 
-Every time is a CUDA graph over 8 layers' distinct weights and routings, medians. `bytes` counts each needed expert once.
+experts   the experts alone, nothing skipped and 60 %
+deciding  microseconds of the rule's launch by policy, and of routing and rule in one
+equal     router, rule and experts by policy, each at the τ at which it reads as many experts as the others; where a batch
+          needs every expert whatever is skipped, at the τ at which it runs as many slots
+
+Every time is a CUDA graph over 8 layers' distinct weights and routings, or over 64 launches of the rule; medians. `bytes`
+counts each needed expert once.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
 from pathlib import Path
 
 import torch
@@ -17,12 +24,19 @@ from transformers.integrations.moe import grouped_mm_experts_forward
 from tune import EXPERTS, HIDDEN, MIDDLE, TOP_K, graph_time, layer, routing
 
 from ace_moe.bench.run import read_rate
-from ace_moe.dispatch import FastPath
-from ace_moe.dispatch import experts as dispatch
+from ace_moe.kernels import experts
 from ace_moe.kernels.routing import TopK, reference
-from ace_moe.policies import Routing, make
+from ace_moe.policies import make
+from ace_moe.runtime import Layer, row_of
+from ace_moe.runtime.rows import Same
+from ace_moe.runtime.state import State
 
 BYTES_PER_EXPERT = 3 * HIDDEN * MIDDLE * 2
+POLICIES = ("share", "share:squared=true", "top_p", "ace")
+EQUAL = ("share", "share:squared=true", "top_p")
+KIND = TopK(TOP_K, False, True)
+LAUNCHES = 64
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def stock_layers(weights):
@@ -48,7 +62,7 @@ def vllm_time(inputs, weights):
 def measure(tokens, skip, weights, modules):
     inputs = [routing(tokens, skip, seed) for seed in range(len(weights))]
     pairs = list(zip(inputs, weights, modules, strict=True))
-    ours = graph_time(lambda: [dispatch.run(*i, w) for i, w, _ in pairs]) / len(weights)
+    ours = graph_time(lambda: [experts.run(*i, w) for i, w, _ in pairs]) / len(weights)
     with torch.no_grad():
         compact = [(x, ids, gates.bfloat16()) for x, ids, gates in inputs]
         stock = graph_time(
@@ -61,22 +75,81 @@ def measure(tokens, skip, weights, modules):
             "tb_s": union * BYTES_PER_EXPERT / ours / 1e6}  # fmt: skip
 
 
+# ---- deciding --------------------------------------------------------------------------------------------------------
+
+
+def decider(policy, tau=0.0):
+    """A layer that decides as an engine's does, all tokens decode."""
+    made, state = make(policy), State()
+    state.set(torch.full((4,), tau))
+    tables = {name: torch.rand(EXPERTS) + 0.5 for name in made.tables}
+    found = Layer("0", made, tables, state, EXPERTS, device=DEVICE, kernels=True, opaque=False)
+    found.tokens = Same(row_of("decode"))
+    return found
+
+
+def many(step):
+    """Microseconds of one launch, the middle of three graphs: a launch is short beside what clocks do between two."""
+    return sorted(graph_time(lambda: [step() for _ in range(LAUNCHES)]) for _ in range(3))[1] / LAUNCHES
+
+
 def deciding(tokens):
-    """Microseconds of the rule alone, of routing and rule in one kernel, and of stock's softmax and top-k."""
-    policy = make("ace")
-    fast = FastPath(None, policy)
-    fast.top_k = TopK(TOP_K, False, True)
-    logits = torch.randn(tokens, EXPERTS, device="cuda").bfloat16()
-    tables = {n: torch.rand(EXPERTS, device="cuda") + 0.5 for n in ("gsp", "rcr")}
-    threshold, counts = torch.tensor(0.12, device="cuda"), torch.zeros(2, dtype=torch.int64, device="cuda")
-    ids, gates = reference(fast.top_k, logits)
-    routing = Routing(ids, gates.bfloat16(), tables, threshold)
-    steps = {
-        "rule_us": lambda: fast.rule(routing, counts, EXPERTS),
-        "route_and_rule_us": lambda: fast.route(logits, tables, threshold, None, counts),
-        "stock_route_us": lambda: reference(fast.top_k, logits),
-    }
-    return {"tokens": tokens} | {n: graph_time(lambda s=s: [s() for _ in range(16)]) / 16 for n, s in steps.items()}
+    """Microseconds of the rule by policy, of routing and rule in one kernel, and of stock's softmax and top-k."""
+    logits = torch.randn(tokens, EXPERTS, device=DEVICE).bfloat16()
+    ids, gates = reference(KIND, logits)
+    gates, layers = gates.bfloat16(), {policy: decider(policy, 0.1) for policy in POLICIES}
+    row = {"tokens": tokens, "stock_route_us": many(lambda: reference(KIND, logits))}
+    for policy, made in layers.items():
+        row[f"rule_us {policy}"] = many(lambda made=made: made.decide(ids, gates))
+        row[f"route_and_rule_us {policy}"] = many(lambda made=made: made.route(logits, KIND, torch.bfloat16))
+    return row
+
+
+# ---- policies at equal reads -----------------------------------------------------------------------------------------
+
+
+def reads(made, logits):
+    """(experts read in the mean of the steps, share of slots kept), logits [T, E] of each step."""
+    kept = [ids[ids < EXPERTS] for ids, _ in (made.route(z, KIND, torch.bfloat16) for z in logits)]
+    slots = sum(len(z) for z in logits) * TOP_K
+    return sum(len(k.unique()) for k in kept) / len(kept), sum(len(k) for k in kept) / slots
+
+
+def meet(made, logits, target, rounds=20):
+    """Sets and returns the τ of the target's reads, or of its slots where it reads all experts: both fall as τ grows."""
+    which, (low, high) = int(target[0] > 0.95 * EXPERTS), (0.0, 1.0)
+    for _ in range(rounds):
+        middle = (low + high) / 2
+        use(made, middle)
+        low, high = (middle, high) if reads(made, logits)[which] > target[which] else (low, middle)
+    return use(made, high)
+
+
+def use(made, tau):
+    made.state.set(torch.full((4,), tau))
+    return tau
+
+
+def equal(tokens, weights, skip):
+    """Router, rule and experts by policy, where each reads as many experts as `share` does at this skip ratio."""
+    g = torch.Generator().manual_seed(tokens)
+    logits = [torch.randn(tokens, EXPERTS, generator=g).to(DEVICE, torch.bfloat16) for _ in weights]
+    inputs = [torch.randn(tokens, HIDDEN, generator=g).to(DEVICE, torch.bfloat16) for _ in weights]
+    first, rows = decider(EQUAL[0]), []
+    shares = torch.cat([reference(KIND, z)[1] for z in logits]).flatten()
+    use(first, float(shares.quantile(skip)) if skip else 0.0)
+    target, steps = reads(first, logits), list(zip(inputs, logits, weights, strict=True))
+    for policy in EQUAL:
+        made = decider(policy)
+        tau = meet(made, logits, target) if skip else 0.0
+        union, kept = reads(made, logits)
+        us = graph_time(lambda made=made: [whole(made, *step) for step in steps]) / len(weights)
+        rows.append({"tokens": tokens, "policy": policy, "tau": tau, "union": union, "kept": kept, "layer_us": us})
+    return rows
+
+
+def whole(made, x, logits, weights):
+    return experts.run(x, *made.route(logits, KIND, torch.bfloat16), weights)
 
 
 def profile(tokens, skip, weights):
@@ -84,46 +157,68 @@ def profile(tokens, skip, weights):
     from torch.profiler import profile as record
 
     inputs = routing(tokens, skip)
-    dispatch.run(*inputs, weights[0])
+    experts.run(*inputs, weights[0])
     with record(activities=[ProfilerActivity.CUDA]) as seen:
         for w in weights:
-            dispatch.run(*inputs, w)
+            experts.run(*inputs, w)
         torch.cuda.synchronize()
     for event in sorted(seen.key_averages(), key=lambda e: -e.self_device_time_total)[:9]:
         print(f"      {event.self_device_time_total / len(weights):8.1f} us  {event.key[:60]}")
 
 
+# ---- the whole -------------------------------------------------------------------------------------------------------
+
+
+def run_experts(tokens, weights, modules, ceiling, profiled):
+    rows = [measure(tokens, skip, weights, modules) for skip in (0.0, 0.6)]
+    for row, skip in zip(rows, (0.0, 0.6), strict=True):
+        print(
+            f"{tokens:6d} tokens, kept {row['kept']:.2f}, {row['union']:5.1f} experts: ours {row['ours_us']:7.1f} us "
+            f"({row['tb_s']:.2f} TB/s, {row['tb_s'] / ceiling:.0%}), stock {row['stock_us']:7.1f} us "
+            f"= {row['stock_us'] / row['ours_us']:.2f}x"
+            + (f", vLLM {row['vllm_us']:7.1f} us" if row["vllm_us"] else ""),
+            flush=True,
+        )
+        if profiled:
+            profile(tokens, skip, weights)
+    return rows
+
+
+def shown(rows):
+    for row in rows:
+        print("  ".join(f"{n} {v:.3f}" if isinstance(v, float) else f"{n} {v}" for n, v in row.items()), flush=True)
+    return rows
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parts = ("experts", "deciding", "equal")
+    parser.add_argument("--parts", nargs="+", choices=parts, default=parts)
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64, 256, 1024, 4096])
+    parser.add_argument(
+        "--deciding", type=int, nargs="+", default=[1, 16, 64, 4096], help="tokens of the rule and of equal"
+    )
+    parser.add_argument("--skip", type=float, default=0.5, help="what share skips where the others read as much")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    weights = [layer(seed) for seed in range(8)]
-    modules = stock_layers(weights)
     ceiling = read_rate(torch.device("cuda"))
-    print(f"{torch.cuda.get_device_name()}, read ceiling {ceiling:.2f} TB/s")
-    rows = []
-    for tokens in options.tokens:
-        for skip in (0.0, 0.6):
-            row = measure(tokens, skip, weights, modules)
-            rows.append(row)
-            print(
-                f"{tokens:6d} tokens, kept {row['kept']:.2f}, {row['union']:5.1f} experts: ours {row['ours_us']:7.1f} us "
-                f"({row['tb_s']:.2f} TB/s, {row['tb_s'] / ceiling:.0%}), stock {row['stock_us']:7.1f} us "
-                f"= {row['stock_us'] / row['ours_us']:.2f}x"
-                + (f", vLLM {row['vllm_us']:7.1f} us" if row["vllm_us"] else ""),
-                flush=True,
-            )
-            if options.profile:
-                profile(tokens, skip, weights)
-    decisions = [deciding(tokens) for tokens in options.tokens]
-    for row in decisions:
-        print("  ".join(f"{name} {value:.1f}" for name, value in row.items()))
+    result = {
+        "command": " ".join(["python", *sys.argv]),
+        "device": torch.cuda.get_device_name(),
+        "ceiling_tb_s": ceiling,
+    }
+    print(f"{result['device']}, read ceiling {ceiling:.2f} TB/s")
+    if "deciding" in options.parts:
+        result["deciding"] = [row for tokens in options.deciding for row in shown([deciding(tokens)])]
+    weights = [layer(seed) for seed in range(8)] if set(options.parts) - {"deciding"} else []
+    if "experts" in options.parts:
+        modules = stock_layers(weights)
+        given = (weights, modules, ceiling, options.profile)
+        result["rows"] = [row for tokens in options.tokens for row in run_experts(tokens, *given)]
+    if "equal" in options.parts:
+        result["equal"] = [row for tokens in options.deciding for row in shown(equal(tokens, weights, options.skip))]
     if options.out:
-        command = "python benchmarks/layer.py --tokens " + " ".join(map(str, options.tokens))
-        result = {"command": command, "device": torch.cuda.get_device_name(), "ceiling_tb_s": ceiling, "rows": rows,
-                  "deciding": decisions}  # fmt: skip
         options.out.write_text(json.dumps(result, indent=1) + "\n")
 
 

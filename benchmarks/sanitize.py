@@ -2,71 +2,140 @@
 
 compute-sanitizer --tool memcheck  python benchmarks/sanitize.py
 compute-sanitizer --tool racecheck python benchmarks/sanitize.py
+TRITON_INTERPRET=1 python benchmarks/sanitize.py rule     # without a GPU
 """
 
 from __future__ import annotations
 
-import torch
+import argparse
+import itertools
+from collections.abc import Iterator
 
-from ace_moe.dispatch import FastPath
-from ace_moe.dispatch import experts as dispatch
+import torch
+from torch import Tensor
+
+from ace_moe.kernels import decide, experts
 from ace_moe.kernels.activation import GELU_TANH, SILU, SWIGLU_OAI, Activation
 from ace_moe.kernels.attend import attend, workspace
-from ace_moe.kernels.routing import TopK
-from ace_moe.policies import Routing, make
+from ace_moe.rule import GAINS, Form
+from ace_moe.runtime.rows import PADDING, row_of, rows_for
 
 EXPERTS, HIDDEN, MIDDLE, TOP_K = 12, 160, 72, 3
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+ROWS = rows_for(4)
+KINDS = [PADDING, row_of("prefill"), row_of("decode"), row_of("verify"), row_of("decode", 3)]
+FORMS = [
+    Form(), Form(power=2), Form(("a",)), *(Form(("a", "b"), how) for how in ("max", "min", "mean")), Form(norm="max"),
+    Form(("a",), norm="max"), Form(norm="rank"), Form(cumulative=True), Form(power=2, cumulative=True), Form(factor="own"),
+    Form(("a", "b"), "mean", 2, "sum", True, "own"),
+]  # fmt: skip
 
 
-def weights(layout: dispatch.Layout) -> dispatch.Weights:
+# ---- experts ---------------------------------------------------------------------------------------------------------
+
+
+def weights(layout: experts.Layout) -> experts.Weights:
     w_in, w_out = torch.randn(EXPERTS, 2 * MIDDLE, HIDDEN), torch.randn(EXPERTS, HIDDEN, MIDDLE)
     if layout.transposed:
         w_in, w_out = w_in.mT.contiguous(), w_out.mT.contiguous()
-    tensors = [t.to("cuda", torch.bfloat16) for t in (w_in, w_out)]
-    biases = [torch.randn(EXPERTS, n, device="cuda").bfloat16() for n in (2 * MIDDLE, HIDDEN)]
-    return dispatch.Weights(*tensors, *(biases if layout.interleaved else (None, None)), layout)
+    tensors = [t.to(DEVICE, torch.bfloat16) for t in (w_in, w_out)]
+    biases = [torch.randn(EXPERTS, n, device=DEVICE).bfloat16() for n in (2 * MIDDLE, HIDDEN)]
+    return experts.Weights(*tensors, *(biases if layout.interleaved else (None, None)), layout)
 
 
-def fp8_weights() -> dispatch.Weights:
+def fp8_weights() -> experts.Weights:
     w_in, w_out = torch.randn(EXPERTS, 256, 256), torch.randn(EXPERTS, 256, 128)
-    stored = [w.to(torch.float8_e4m3fn).cuda() for w in (w_in, w_out)]
-    factors = [torch.rand(EXPERTS, w.shape[1] // 128, w.shape[2] // 128, device="cuda") for w in (w_in, w_out)]
-    layout = dispatch.Layout(True, False, False, Activation(SILU), (128, 128))
-    return dispatch.Weights(*stored, None, None, layout, *factors)
+    stored = [w.to(torch.float8_e4m3fn).to(DEVICE) for w in (w_in, w_out)]
+    factors = [torch.rand(EXPERTS, w.shape[1] // 128, w.shape[2] // 128, device=DEVICE) for w in (w_in, w_out)]
+    layout = experts.Layout(True, False, False, Activation(SILU), (128, 128))
+    return experts.Weights(*stored, None, None, layout, *factors)
 
 
 def run_experts() -> None:
+    """Half of the slots are skipped, under either mark."""
     layouts = [
-        dispatch.Layout(True, False, False, Activation(SILU)),
-        dispatch.Layout(True, False, True, Activation(GELU_TANH)),
-        dispatch.Layout(True, True, True, Activation(SWIGLU_OAI, 1.702, 7.0)),
+        experts.Layout(True, False, False, Activation(SILU)),
+        experts.Layout(True, False, True, Activation(GELU_TANH)),
+        experts.Layout(True, True, True, Activation(SWIGLU_OAI, 1.702, 7.0)),
     ]
-    for made in (*map(weights, layouts), fp8_weights()):
+    for made, mark in itertools.product((*map(weights, layouts), fp8_weights()), (EXPERTS, -1)):
         for tokens in (1, 3, 11, 40, 150):
-            ids = torch.rand(tokens, EXPERTS, device="cuda").argsort(1)[:, :TOP_K]
-            ids = torch.where(torch.rand(tokens, TOP_K, device="cuda") < 0.5, EXPERTS, ids)
-            x = torch.randn(tokens, made.shape[1], device="cuda").bfloat16()
-            dispatch.run(x, ids, torch.rand(tokens, TOP_K, device="cuda"), made)
+            ids = torch.rand(tokens, EXPERTS, device=DEVICE).argsort(1)[:, :TOP_K]
+            ids = torch.where(torch.rand(tokens, TOP_K, device=DEVICE) < 0.5, mark, ids)
+            x = torch.randn(tokens, made.shape[1], device=DEVICE).bfloat16()
+            experts.run(x, ids, torch.rand(tokens, TOP_K, device=DEVICE), made)
 
 
-def run_rule_and_attention() -> None:
-    tables = {n: torch.rand(EXPERTS, device="cuda") for n in ("gsp", "rcr")}
-    threshold, counts = torch.tensor(0.3, device="cuda"), torch.zeros(2, dtype=torch.int64, device="cuda")
-    fast = FastPath(None, make("ace", min_active=2, min_mass=0.3))
-    fast.top_k = TopK(TOP_K, False, True)
-    for tokens in (1, 70):
-        logits = torch.randn(tokens, EXPERTS, device="cuda")
-        ids = logits.argsort(1)[:, :TOP_K]
-        fast.rule(Routing(ids, logits.gather(1, ids).softmax(-1), tables, threshold), counts, EXPERTS)
-        fast.route(logits, tables, threshold, None, counts)
+# ---- rule ------------------------------------------------------------------------------------------------------------
+
+
+def rules() -> Iterator[decide.Rule]:
+    """Every form, bare and with all safeguards and a layer's factor; gains in turn; each safeguard alone once."""
+    around = [(1, 0.0, False), (3, 0.3, True)]
+    for number, (form, (active, mass, weighed)) in enumerate(itertools.product(FORMS, around)):
+        yield decide.Rule(form, GAINS[number % 3], active, mass, weighed or form.factor is not None)
+    yield from (decide.Rule(Form(), "power", 2), decide.Rule(Form(), "power", 1, 0.5))
+
+
+def rows_of(tokens: int) -> Iterator[Tensor]:
+    """Kinds of tokens mixed in a program, and padding alone."""
+    mixed = torch.tensor(KINDS)[torch.randint(len(KINDS), (tokens,))]
+    for rows in (mixed, torch.full((tokens,), row_of("decode")), torch.full((tokens,), PADDING)):
+        yield rows.to(DEVICE, torch.int8)
+
+
+def routed(logits: Tensor, rows: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """ids, gates [T, k]; −1 at single slots, and at padding anything, which must index no table."""
+    ids = logits.argsort(1)[:, :TOP_K]
+    gates = logits.gather(1, ids).softmax(-1)
+    yield ids, gates
+    ids = torch.where(torch.rand(ids.shape, device=DEVICE) < 0.3, -1, ids)
+    yield torch.where((rows == PADDING)[:, None], 1 << 30, ids).int(), gates.bfloat16()
+
+
+def run_rule(sizes: tuple[int, ...]) -> None:
+    tau = torch.rand(ROWS, device=DEVICE) * 0.6
+    tables = [torch.rand(EXPERTS, device=DEVICE) + 0.5 for _ in range(2)]
+    for rule, tokens in itertools.product(rules(), sizes):
+        counts, logits = (
+            torch.zeros(ROWS, 3, dtype=torch.int64, device=DEVICE),
+            torch.randn(tokens, EXPERTS, device=DEVICE),
+        )
+        views, factor = (
+            tables[: len(rule.form.tables)],
+            torch.tensor([0.5, torch.inf if tokens == 1 else 0.7], device=DEVICE),
+        )
+        for rows in rows_of(tokens):
+            common = (rows, tau, factor, views, counts)
+            for ids, gates in routed(logits, rows):
+                decide.launch_rule(ids, gates, *common, EXPERTS, str(rule))
+            decide.launch_route(logits, *common, -1, str(rule), TOP_K, False, True, torch.bfloat16, torch.int32)
+
+
+# ---- attention -------------------------------------------------------------------------------------------------------
+
+
+def run_attention() -> None:
     for batch, positions in ((1, 40), (2, 700)):
-        k, v = (torch.randn(batch, 2, positions, 64, device="cuda").bfloat16() for _ in range(2))
-        mask = (torch.arange(positions, device="cuda") < positions - 3).expand(batch, 1, 1, -1)
-        attend(torch.randn(batch, 8, 1, 64, device="cuda").bfloat16(), k, v, mask, workspace(k.device), 0.1)
+        k, v = (torch.randn(batch, 2, positions, 64, device=DEVICE).bfloat16() for _ in range(2))
+        mask = (torch.arange(positions, device=DEVICE) < positions - 3).expand(batch, 1, 1, -1)
+        attend(torch.randn(batch, 8, 1, 64, device=DEVICE).bfloat16(), k, v, mask, workspace(k.device), 0.1)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "parts", nargs="*", default=["experts", "rule", "attention"], metavar="experts | rule | attention"
+    )
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 7, 300], help="sizes the rule is run at")
+    options = parser.parse_args()
+    steps = {"experts": run_experts, "rule": lambda: run_rule(tuple(options.tokens)), "attention": run_attention}
+    for part in options.parts:
+        steps[part]()
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+    print(f"every kernel ran: {', '.join(options.parts)}")
 
 
 if __name__ == "__main__":
-    run_experts()
-    run_rule_and_attention()
-    torch.cuda.synchronize()
-    print("every kernel ran")
+    main()

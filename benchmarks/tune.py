@@ -18,19 +18,19 @@ from pathlib import Path
 import torch
 
 from ace_moe.bench.run import read_rate
-from ace_moe.dispatch import experts as dispatch
+from ace_moe.kernels import experts
 from ace_moe.kernels.activation import SILU, Activation
 from ace_moe.kernels.config import Tiles
 
 EXPERTS, HIDDEN, MIDDLE, TOP_K = 128, 2048, 768, 8
-LAYOUT = dispatch.Layout(True, False, False, Activation(SILU))
+LAYOUT = experts.Layout(True, False, False, Activation(SILU))
 
 
-def layer(seed: int) -> dispatch.Weights:
+def layer(seed: int) -> experts.Weights:
     torch.manual_seed(seed)
     w_in = torch.empty(EXPERTS, 2 * MIDDLE, HIDDEN, dtype=torch.bfloat16, device="cuda").normal_(0, 0.02)
     w_out = torch.empty(EXPERTS, HIDDEN, MIDDLE, dtype=torch.bfloat16, device="cuda").normal_(0, 0.02)
-    return dispatch.Weights(w_in, w_out, None, None, LAYOUT)
+    return experts.Weights(w_in, w_out, None, None, LAYOUT)
 
 
 def routing(tokens: int, skip: float, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -48,7 +48,7 @@ def routing(tokens: int, skip: float, seed: int = 0) -> tuple[torch.Tensor, torc
 
 def candidates(tokens: int) -> list[Tiles]:
     """Where two products are tuned apart, up varies with a fixed down, then the other way round."""
-    if tokens <= dispatch.ONE:
+    if tokens <= experts.ONE:
         ups = [(bn, bk, w, 1) for bn in (1, 2, 4) for bk in (512, 1024, 2048) for w in (1, 2, 4, 8)]
         downs = [
             (slots, bn, bk, w, ahead)
@@ -85,16 +85,16 @@ def candidates(tokens: int) -> list[Tiles]:
 
 
 def use(tiles: Tiles) -> None:
-    dispatch.one_tiles = dispatch.many_tiles = lambda *_: tiles
+    experts.one_tiles = experts.many_tiles = lambda *_: tiles
 
 
 def compile_all(work: list[tuple[int, Tiles]], one: int) -> None:
-    dispatch.ONE = one
+    experts.ONE = one
     weights = layer(0)
     for tokens, tiles in work:
         use(tiles)
         try:
-            dispatch.run(*routing(tokens, 0.0), weights)
+            experts.run(*routing(tokens, 0.0), weights)
             torch.cuda.synchronize()
         except Exception:  # too much shared memory: the timing loop meets it again and leaves it out
             pass
@@ -121,13 +121,13 @@ def graph_time(step, repeats: int = 30) -> float:
     return sorted(times)[len(times) // 2]
 
 
-def layers_time(tokens: int, skip: float, layers: list[dispatch.Weights]) -> float:
+def layers_time(tokens: int, skip: float, layers: list[experts.Weights]) -> float:
     """Microseconds per layer, each layer with its own routing."""
     inputs = [routing(tokens, skip, seed) for seed in range(len(layers))]
-    return graph_time(lambda: [dispatch.run(*i, w) for i, w in zip(inputs, layers, strict=True)]) / len(layers)
+    return graph_time(lambda: [experts.run(*i, w) for i, w in zip(inputs, layers, strict=True)]) / len(layers)
 
 
-def best(tokens: int, layers: list[dispatch.Weights], skip: float) -> tuple[list[tuple[float, Tiles]], float]:
+def best(tokens: int, layers: list[experts.Weights], skip: float) -> tuple[list[tuple[float, Tiles]], float]:
     found = []
     for tiles in candidates(tokens):
         use(tiles)
@@ -145,7 +145,7 @@ def merged(found: list[tuple[float, Tiles]], tokens: int) -> Tiles:
     ups = {t for t in every if t[5:9] == every[0][5:9]}
     downs = {t for t in every if t[1:5] == every[-1][1:5]}
     up = next(t for _, t in found if t in ups)
-    down = next(t for _, t in found if t in downs and (tokens <= dispatch.ONE or (t.bm, t.tail) == (up.bm, up.tail)))
+    down = next(t for _, t in found if t in downs and (tokens <= experts.ONE or (t.bm, t.tail) == (up.bm, up.tail)))
     return Tiles(down.bm, *up[1:5], *down[5:9], up.tail)
 
 
@@ -153,12 +153,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 4, 16, 32, 64, 256, 1024, 4096])
     parser.add_argument("--skip", type=float, default=0.6, help="tuned for the sum of the times at 0 and at this ratio")
-    parser.add_argument("--one", type=int, default=dispatch.ONE, help="tokens up to which a product per slot is tried")
+    parser.add_argument("--one", type=int, default=experts.ONE, help="tokens up to which a product per slot is tried")
     parser.add_argument("--workers", type=int, default=12)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    dispatch.ONE = options.one
+    experts.ONE = options.one
     started = time.time()
     work = [(t, c) for t in options.tokens for c in candidates(t)]
     context = multiprocessing.get_context("spawn")

@@ -1,7 +1,7 @@
 """Compile every kernel for a GPU that need not be here. Run as a program: a test that reads TRITON_INTERPRET cannot.
 
-python tests/dispatch/compile_kernels.py 90
-python tests/dispatch/compile_kernels.py 90 builds    # compiles nothing: which sizes need builds of their own
+python tests/kernels/compile_kernels.py 90
+python tests/kernels/compile_kernels.py 90 builds    # compiles nothing: which sizes need builds of their own
 """
 
 from __future__ import annotations
@@ -17,16 +17,20 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ace_moe.dispatch import FastPath, attention, experts, launch
+from ace_moe.kernels import attend, decide, experts, launch
 from ace_moe.kernels.activation import SILU, SWIGLU_OAI, Activation
-from ace_moe.kernels.routing import TopK
-from ace_moe.policies import Routing, make
+from ace_moe.rule import Form
 
 TYPES = {
     torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int64: "i64", torch.int32: "i32",
     torch.int8: "i8", torch.bool: "i1", torch.float8_e4m3fn: "fp8e4nv",
 }  # fmt: skip
 PLAIN = experts.Layout(True, False, False, Activation(SILU))
+RULES = [
+    decide.Rule(Form()), decide.Rule(Form(("gsp", "rcr"))), decide.Rule(Form(power=2), "kept", 2, 0.3),
+    decide.Rule(Form(("gsp", "rcr"), "mean", norm="max"), "none", weighed=True), decide.Rule(Form(norm="rank")),
+    decide.Rule(Form(("gsp",), cumulative=True), min_active=3, min_mass=0.5),
+]  # fmt: skip
 compiled: dict[str, int] = {}
 builds: set[tuple] = set()
 
@@ -65,7 +69,7 @@ def build(self: JITFunction, *args: object, grid: object, warmup: bool, **option
     for parameter in self.params:
         value = given.arguments[parameter.name]
         if isinstance(value, torch.Tensor):
-            key.append((value.dtype, value.data_ptr() % 16 == 0))
+            key.append((value.dtype, parameter.do_not_specialize_on_alignment or value.data_ptr() % 16 == 0))
         elif isinstance(value, TensorDescriptor):
             key.append(tuple(value.block_shape))
         elif isinstance(value, int) and not parameter.is_constexpr:
@@ -75,17 +79,32 @@ def build(self: JITFunction, *args: object, grid: object, warmup: bool, **option
     builds.add(tuple(key))
 
 
+def common(tokens: int, rule: decide.Rule, start: int = 0) -> tuple:
+    """What both launches take; rows from anywhere in an engine's buffer, as a rank with its part of a batch sees them."""
+    rows, tables = torch.zeros(start + tokens, dtype=torch.int8)[start:], [torch.ones(128) for _ in rule.form.tables]
+    return rows, torch.zeros(49), torch.ones(2), tables, torch.zeros(49, 3, dtype=torch.int64), 128, str(rule)
+
+
+def decide_slots(*given: int | decide.Rule) -> None:
+    """For 128 experts of which 8 are routed."""
+    ids, gates = torch.zeros(given[0], 8, dtype=torch.int64), torch.zeros(given[0], 8, dtype=torch.bfloat16)
+    decide.launch_rule(ids, gates, *common(*given))
+
+
+def route_tokens(*given: int | decide.Rule) -> tuple[torch.Tensor, torch.Tensor]:
+    logits = torch.zeros(given[0], 128, dtype=torch.bfloat16)
+    return decide.launch_route(logits, *common(*given), 8, False, True, torch.bfloat16, torch.int64)
+
+
 def builds_of(sizes: Iterable[int]) -> set[tuple]:
     """For one layer of Qwen3-30B-A3B's kind, routing and rule included."""
     builds.clear()
-    torch.set_default_dtype(torch.bfloat16)
-    weights = experts.Weights(torch.empty(128, 32, 16), torch.empty(128, 16, 16), None, None, PLAIN)
-    fast = FastPath(None, make("share"))
-    fast.top_k = TopK(8, False, True)
-    counts, threshold = torch.zeros(2, dtype=torch.int64), torch.tensor(0.1)
+    w_in, w_out = torch.empty(128, 32, 16, dtype=torch.bfloat16), torch.empty(128, 16, 16, dtype=torch.bfloat16)
+    weights = experts.Weights(w_in, w_out, None, None, PLAIN)
     for tokens in sizes:
-        ids, gates = fast.route(torch.zeros(tokens, 128), {}, threshold, None, counts)
-        experts.run(torch.zeros(tokens, 16), ids, gates, weights)
+        decide_slots(tokens, RULES[0], tokens % 7)
+        ids, gates = route_tokens(tokens, RULES[0], tokens % 7)
+        experts.run(torch.zeros(tokens, 16, dtype=torch.bfloat16), ids, gates, weights)
     return set(builds)
 
 
@@ -115,20 +134,16 @@ def all_experts() -> None:
 
 
 def the_rest() -> None:
-    tables = {n: torch.ones(128) for n in ("gsp", "rcr")}
-    counts, threshold = torch.zeros(2, dtype=torch.int64), torch.tensor(0.1)
-    for policy in (make("ace"), make("share", gain="kept", min_active=2, min_mass=0.3)):
-        fast = FastPath(None, policy)
-        fast.top_k = TopK(8, False, True)
-        for tokens in (1, 300):
-            ids, gates = torch.zeros(tokens, 8, dtype=torch.int64), torch.zeros(tokens, 8, dtype=torch.bfloat16)
-            fast.rule(Routing(ids, gates, tables, threshold), counts, 128)
-            fast.route(torch.zeros(tokens, 128, dtype=torch.bfloat16), tables, threshold, None, counts)
+    for tokens in (1, 300):
+        for rule in RULES:
+            decide_slots(tokens, rule)
+        for rule in (RULES[1], RULES[-1]):
+            route_tokens(tokens, rule)
     for batch, positions in ((1, 272), (16, 1040)):
         k = torch.zeros(batch, 4, positions, 128, dtype=torch.bfloat16)
         mask = torch.ones(batch, 1, 1, positions, dtype=torch.bool)
-        arrived = attention.workspace(torch.device("cpu"))
-        attention.attend(torch.zeros(batch, 32, 1, 128, dtype=k.dtype), k, k, mask, arrived, 0.1)
+        arrived = attend.workspace(torch.device("cpu"))
+        attend.attend(torch.zeros(batch, 32, 1, 128, dtype=k.dtype), k, k, mask, arrived, 0.1)
 
 
 if __name__ == "__main__":
@@ -138,7 +153,10 @@ if __name__ == "__main__":
     experts.hopper = launch.hopper = lambda device: hopper
     if only_builds:  # what an engine runs before it serves: the sizes of its CUDA graphs, and its largest step
         before = builds_of([1, 2, 4, *range(8, 513, 8), 8192])
-        print(len(before), "builds,", len(builds_of(range(1, 8193)) - before), "met later")
+        later = builds_of(
+            [*range(1, 1100), *range(1100, 8193, 7)]
+        )  # past every change of tiles, 7 meets all alignments
+        print(len(before), "builds,", len(later - before), "met later")
     else:
         all_experts()
         the_rest()

@@ -21,7 +21,7 @@ def test_kernels_compile(capability, tmp_path):
 def test_no_size_is_compiled_while_serving(tmp_path):
     """What an engine has run before its first request covers every number of tokens after it."""
     said = compile_kernels("90", "builds", cache=tmp_path)
-    assert said.endswith("builds, 0 met later") and int(said.split()[0]) < 30
+    assert said.endswith("builds, 0 met later") and int(said.split()[0]) < 40
 
 
 def compile_kernels(*arguments, cache):

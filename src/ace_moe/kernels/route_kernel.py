@@ -10,33 +10,32 @@ import triton
 import triton.language as tl
 
 from .launch import take_turn
-from .rule_kernel import settle
+from .rule_kernel import row_of, settle
 
 
-@triton.jit(do_not_specialize=["T"])  # one build for any number of tokens
+@triton.jit(do_not_specialize=["T"], do_not_specialize_on_alignment=["rows"])  # one build for any part of any batch
 def route(
-    logits, first, second, threshold, mask, counts, out_ids, out_gates, T, E, row,
+    logits, rows, tau, first, second, factor, counts, out_ids, out_gates, T, E, stride, MARK,
     K: tl.constexpr, KP: tl.constexpr, EP: tl.constexpr, BT: tl.constexpr, SIGMOID: tl.constexpr, NORMALISE: tl.constexpr,
-    VIEWS: tl.constexpr, FUSION: tl.constexpr, GAIN: tl.constexpr, MIN_ACTIVE: tl.constexpr, MIN_MASS: tl.constexpr,
-    MASKED: tl.constexpr, PHASED: tl.constexpr = False, SQUARED: tl.constexpr = False, EARLY: tl.constexpr = False,
+    VIEWS: tl.constexpr, FUSION: tl.constexpr, POWER: tl.constexpr, NORM: tl.constexpr, CUMULATIVE: tl.constexpr,
+    FACTOR: tl.constexpr, GAIN: tl.constexpr, MIN_ACTIVE: tl.constexpr, MIN_MASS: tl.constexpr,
+    EARLY: tl.constexpr = False,
 ):  # fmt: skip
-    """Grid (tiles of T). Scores are softmax or sigmoid of the logits in fp32; ties go to the lower expert id.
-
-    PHASED as in `settle`; skipped slots then get the id −1, as vLLM writes it, instead of E.
-    """
+    """Grid (tiles of T). Scores are softmax or sigmoid of the logits in fp32; ties go to the lower expert id."""
     take_turn(EARLY)
     t = tl.program_id(0) * BT + tl.arange(0, BT)
+    row, threshold = row_of(rows, tau, t, T)
     lanes = tl.arange(0, EP)
     real = (t < T)[:, None] & (lanes < E)[None, :]
-    z = tl.load(logits + t.to(tl.int64)[:, None] * row + lanes[None, :], mask=real, other=-float("inf")).to(tl.float32)
-    if SIGMOID:
-        score = tl.where((lanes < E)[None, :], tl.sigmoid(z), -1.0)
+    at = t.to(tl.int64)[:, None] * stride + lanes[None, :]
+    z = tl.load(logits + at, mask=real, other=-float("inf")).to(tl.float32)
+    if SIGMOID:  # lanes past the last expert score 0: among equals the lower lane goes first
+        score = tl.sigmoid(z)
     else:
         score = tl.exp(z - tl.max(z, 1)[:, None])
-        score = tl.where((lanes < E)[None, :], score / tl.sum(score, 1)[:, None], -1.0)
-    score = tl.where(real, score, -1.0)
+        score = score / tl.sum(score, 1)[:, None]
     j = tl.arange(0, KP)
-    ids = tl.full((BT, KP), 2147483647, tl.int32)
+    ids = tl.full((BT, KP), -1, tl.int32)
     gate = tl.zeros((BT, KP), tl.float32)
     for slot in tl.static_range(K):
         best = tl.max(score, 1)
@@ -46,9 +45,8 @@ def route(
         score = tl.where(lanes[None, :] == e[:, None], -2.0, score)
     if NORMALISE:
         gate = gate / tl.sum(gate, 1)[:, None]
-    there = (t < T)[:, None] & (j < K)[None, :]
+    slots = (t < T)[:, None] & (j < K)[None, :]
     settle(
-        ids, gate.to(out_gates.dtype.element_ty), tl.minimum(t, T - 1), there, first, second, threshold, mask,
-        counts, out_ids, out_gates, -1 if PHASED else E, K, VIEWS, FUSION, GAIN, MIN_ACTIVE, MIN_MASS, MASKED, PHASED,
-        SQUARED,
+        ids, gate.to(out_gates.dtype.element_ty), t, slots, row, threshold, first, second, factor, counts, out_ids,
+        out_gates, MARK, K, VIEWS, FUSION, POWER, NORM, CUMULATIVE, FACTOR, GAIN, MIN_ACTIVE, MIN_MASS,
     )  # fmt: skip

@@ -1,4 +1,9 @@
-"""The rule as one Triton kernel: the same decisions as `rule.py`, to which tests tie it, in one launch."""
+"""The rule as one Triton kernel: the same decisions as `rule.py`, to which tests tie it, in one launch.
+
+Constants of a form: VIEWS tables (0: the gate alone), FUSION 0 max, 1 min, 2 mean; POWER of |g|; NORM 0 sum, 1 max,
+2 rank; CUMULATIVE; FACTOR: `factor` [2] holds what contributions are multiplied by before and after protection. GAIN 0
+kept, 1 none, 2 power.
+"""
 
 from __future__ import annotations
 
@@ -7,107 +12,154 @@ import triton.language as tl
 
 
 @triton.jit
-def _share(gate, table, ids, there):
-    """p = |g| A / (Σ |g| A + ε) over the slots of each token, [BT, KP]."""
-    score = tl.abs(gate) * tl.load(table + ids, mask=there, other=0.0)
-    return score / (tl.sum(score, 1)[:, None] + 1e-8)
+def _ahead(c, ids):
+    """[BT, KP, KP]: whether slot j (last) stands before slot i by c; equal values go to the lower expert id."""
+    mine, other = c[:, :, None], c[:, None, :]
+    return (other > mine) | ((other == mine) & (ids[:, None, :] < ids[:, :, None]))
 
 
 @triton.jit
 def _rank(c, ids):
-    """0 for the largest of a token's contributions; ties go to the lower expert id."""
-    mine, other = c[:, :, None], c[:, None, :]
-    before = (other > mine) | ((other == mine) & (ids[:, None, :] < ids[:, :, None]))
-    return tl.sum(before.to(tl.int32), 2)
+    """0 for the largest of a token's values."""
+    return tl.sum(_ahead(c, ids).to(tl.int32), 2)
 
 
 @triton.jit
-def _count(counts, real, keep):
-    """counts [2] += routed, kept."""
-    tl.atomic_add(counts, tl.sum(tl.sum(real.to(tl.int64), 1), 0), sem="relaxed")
-    tl.atomic_add(counts + 1, tl.sum(tl.sum((real & keep).to(tl.int64), 1), 0), sem="relaxed")
+def _divided(score, NORM: tl.constexpr):
+    """Scores [BT, KP] over their sum, or over the largest, whose own must be 1 to the last bit."""
+    if NORM == 1:
+        return tl.div_rn(score, tl.maximum(tl.max(score, 1), 1e-8)[:, None])
+    return score / (tl.sum(score, 1)[:, None] + 1e-8)
 
 
 @triton.jit
-def settle(
-    e, raw, t, there, first, second, threshold, mask, counts, out_ids, out_gates, E,
-    K: tl.constexpr, VIEWS: tl.constexpr, FUSION: tl.constexpr, GAIN: tl.constexpr, MIN_ACTIVE: tl.constexpr,
-    MIN_MASS: tl.constexpr, MASKED: tl.constexpr, PHASED: tl.constexpr = False, SQUARED: tl.constexpr = False,
+def _amplified(size, table, e, there):
+    """Sizes [BT, KP] times the table at the slots' experts; nothing is read where there is no slot."""
+    return size * tl.load(table + e, mask=there, other=0.0)
+
+
+@triton.jit
+def _fused(c, other, FUSION: tl.constexpr):
+    if FUSION == 0:
+        return tl.maximum(c, other)
+    elif FUSION == 1:
+        return tl.minimum(c, other)
+    return (c + other) * 0.5
+
+
+@triton.jit
+def _contribution(
+    gate, e, there, first, second, factor, K: tl.constexpr, VIEWS: tl.constexpr, FUSION: tl.constexpr,
+    POWER: tl.constexpr, NORM: tl.constexpr, CUMULATIVE: tl.constexpr, FACTOR: tl.constexpr,
 ):  # fmt: skip
-    """Decide the slots of tokens t [BT]: ids e and gates raw [BT, KP], `there` where a slot exists.
-
-    VIEWS 0: gate share (SQUARED: of g²), 1: table `first`, 2: both tables fused by FUSION 0 max, 1 min, 2 mean. GAIN 0
-    kept, 1 none, 2 power.
-    PHASED: `mask` [T] holds 0 for prefill, 1 for decode, 2 for padding; `threshold` is [2] and `counts` [2, 2] by phase.
-    """
-    j = tl.arange(0, e.shape[1])
-    at = t[:, None] * K + j[None, :]
-    gate = tl.where(there, raw.to(tl.float32), 0.0)
-    if VIEWS == 0:
-        c = gate * gate if SQUARED else tl.abs(gate)
-        c = c / (tl.sum(c, 1)[:, None] + 1e-8)
+    """c [BT, KP] by the form; gates are 0 where there is no slot."""
+    place = tl.where(there, tl.abs(gate), -1.0)  # what is no slot stands behind all that are
+    if NORM == 2:
+        c = tl.div_rn((K - _rank(place, e)).to(tl.float32), 1.0 * K)  # τ may be one of these values exactly
     else:
-        c = _share(gate, first, e, there)
-    if VIEWS == 2:
-        other = _share(gate, second, e, there)
-        if FUSION == 0:
-            c = tl.maximum(c, other)
-        elif FUSION == 1:
-            c = tl.minimum(c, other)
-        else:
-            c = (c + other) / 2
+        size = gate * gate if POWER == 2 else tl.abs(gate)
+        c = _divided(_amplified(size, first, e, there) if VIEWS > 0 else size, NORM)
+        if VIEWS == 2:
+            c = _fused(c, _divided(_amplified(size, second, e, there), NORM), FUSION)
+    if CUMULATIVE:
+        larger = _ahead(place, e) & there[:, None, :]
+        c = 1 - tl.sum(tl.where(larger, c[:, None, :], 0.0), 2)
+        c = tl.minimum(tl.maximum(c, 0.0), 1.0)
+    if FACTOR:
+        c = c * tl.load(factor)
+    return c
+
+
+@triton.jit
+def _protected(c, gate, e, there, MIN_ACTIVE: tl.constexpr, MIN_MASS: tl.constexpr):
+    """+∞ at the slots the safeguards keep, −∞ where there is no slot."""
     best = there & (gate == tl.max(tl.where(there, gate, -float("inf")), 1)[:, None])
     lowest = tl.min(tl.where(best, e, 2147483647), 1)[:, None]
     c = tl.where(best & (e == lowest), float("inf"), tl.where(there, c, -float("inf")))
     if MIN_ACTIVE > 1:
         c = tl.where(there & (_rank(c, e) < MIN_ACTIVE), float("inf"), c)
     if MIN_MASS > 0:
-        order = _rank(c, e)
-        candidate = tl.where(c == float("inf"), 0.0, gate)
-        earlier = order[:, None, :] >= order[:, :, None]
-        skipped = tl.sum(tl.where(earlier, candidate[:, None, :], 0.0), 2)
+        # what is skipped no later than this slot, itself included; protected slots are ahead of all that are not
+        skipped = tl.sum(tl.where(_ahead(c, e), 0.0, gate[:, None, :]), 2)
         c = tl.where(there & (skipped > (1.0 - MIN_MASS) * tl.sum(gate, 1)[:, None]), float("inf"), c)
-    tau = tl.load(threshold)
-    if PHASED:
-        phase = tl.load(mask + t).to(tl.int32)
-        tau = tl.load(threshold + tl.minimum(phase, 1))[:, None]
-    keep = there & ((c >= tau) | (c != c))
-    untouched = tl.sum((there & (keep == 0)).to(tl.int32), 1)[:, None] == 0
-    scaled = gate
+    return c
+
+
+@triton.jit
+def _rescaled(gate, keep, GAIN: tl.constexpr):
     if GAIN == 0:
         kept = tl.sum(tl.where(keep, gate, 0.0), 1)[:, None]
-        scaled = gate * tl.where(kept > 0, tl.sum(gate, 1)[:, None] / kept, 1.0)
+        gate = gate * tl.where(kept > 0, tl.sum(gate, 1)[:, None] / kept, 1.0)
     elif GAIN == 2:
         square = gate * gate
         kept = tl.sum(tl.where(keep, square, 0.0), 1)[:, None]
-        scaled = gate * tl.sqrt_rn(tl.where(kept > 0, tl.sum(square, 1)[:, None] / kept, 1.0))
-    new = tl.where(untouched, raw, tl.where(keep, scaled, 0.0).to(raw.dtype))
-    tl.store(out_gates + at, new, mask=there)
-    tl.store(out_ids + at, tl.where(keep, e, E).to(out_ids.dtype.element_ty), mask=there)
-    if PHASED:
-        for p in tl.static_range(2):
-            _count(counts + 2 * p, there & (phase == p)[:, None], keep)
-    elif MASKED:
-        _count(counts, there & (tl.load(mask + t) != 0)[:, None], keep)
+        gate = gate * tl.sqrt_rn(tl.where(kept > 0, tl.sum(square, 1)[:, None] / kept, 1.0))
+    return gate
+
+
+@triton.jit
+def _count(counts, row, there, keep):
+    """counts [R, 3] += routed, kept by the rule; once for a program whose tokens share a row, which is nearly always."""
+    routed, kept = tl.sum(there.to(tl.int32), 1), tl.sum(keep.to(tl.int32), 1)
+    top = tl.max(row, 0)
+    if tl.sum(((routed > 0) & (row != top)).to(tl.int32), 0) == 0:
+        tl.atomic_add(counts + 3 * top, tl.sum(routed, 0).to(tl.int64), mask=top > 0, sem="relaxed")
+        tl.atomic_add(counts + 3 * top + 1, tl.sum(kept, 0).to(tl.int64), mask=top > 0, sem="relaxed")
     else:
-        _count(counts, there, keep)
+        tl.atomic_add(counts + 3 * row, routed.to(tl.int64), mask=row > 0, sem="relaxed")
+        tl.atomic_add(counts + 3 * row + 1, kept.to(tl.int64), mask=row > 0, sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["T"])
-def decide(
-    ids, gates, first, second, threshold, mask, counts, out_ids, out_gates, T, E,
-    K: tl.constexpr, KP: tl.constexpr, BT: tl.constexpr, VIEWS: tl.constexpr, FUSION: tl.constexpr, GAIN: tl.constexpr,
-    MIN_ACTIVE: tl.constexpr, MIN_MASS: tl.constexpr, MASKED: tl.constexpr, PHASED: tl.constexpr = False,
-    SQUARED: tl.constexpr = False,
+@triton.jit
+def row_of(rows, tau, t, T):
+    """(row [BT], τ [BT, 1]) of tokens t; 0, padding, for those past the last."""
+    row = tl.load(rows + t, mask=t < T, other=0).to(tl.int32)
+    return row, tl.load(tau + row)[:, None]
+
+
+@triton.jit
+def settle(
+    e, raw, t, slots, row, tau, first, second, factor, counts, out_ids, out_gates, MARK,
+    K: tl.constexpr, VIEWS: tl.constexpr, FUSION: tl.constexpr, POWER: tl.constexpr, NORM: tl.constexpr,
+    CUMULATIVE: tl.constexpr, FACTOR: tl.constexpr, GAIN: tl.constexpr, MIN_ACTIVE: tl.constexpr,
+    MIN_MASS: tl.constexpr,
 ):  # fmt: skip
-    """out_ids, out_gates [T, k]: E in place of skipped experts, rescaled gates; counts += (routed, kept)."""
+    """Decide the slots of tokens t [BT]: ids e (int32) and gates raw [BT, KP], `slots` where one is stored.
+
+    Tokens of row 0 are padding: none of their slots runs, and none is counted. A skipped slot gets the id MARK.
+    """
+    at = t[:, None] * K + tl.arange(0, e.shape[1])[None, :]
+    there = slots & (row > 0)[:, None] & (e >= 0)
+    gate = tl.where(there, raw.to(tl.float32), 0.0)
+    c = _contribution(gate, e, there, first, second, factor, K, VIEWS, FUSION, POWER, NORM, CUMULATIVE, FACTOR)
+    c = _protected(c, gate, e, there, MIN_ACTIVE, MIN_MASS)
+    if FACTOR:
+        weight = tl.load(factor + 1)
+        c = tl.where(weight == float("inf"), weight, c * weight)
+    keep = there & ((c < tau) == 0)  # not c ≥ τ: what is no number is kept, as in `rule.py`
+    untouched = tl.sum((there & (keep == 0)).to(tl.int32), 1)[:, None] == 0
+    new = tl.where(untouched & there, raw, tl.where(keep, _rescaled(gate, keep, GAIN), 0.0).to(raw.dtype))
+    tl.store(out_gates + at, new, mask=slots)
+    tl.store(out_ids + at, tl.where(keep, e, MARK).to(out_ids.dtype.element_ty), mask=slots)
+    _count(counts, row, there, keep)
+
+
+@triton.jit(do_not_specialize=["T"], do_not_specialize_on_alignment=["rows"])  # one build for any part of any batch
+def decide(
+    ids, gates, rows, tau, first, second, factor, counts, out_ids, out_gates, T, MARK,
+    K: tl.constexpr, KP: tl.constexpr, BT: tl.constexpr, VIEWS: tl.constexpr, FUSION: tl.constexpr, POWER: tl.constexpr,
+    NORM: tl.constexpr, CUMULATIVE: tl.constexpr, FACTOR: tl.constexpr, GAIN: tl.constexpr, MIN_ACTIVE: tl.constexpr,
+    MIN_MASS: tl.constexpr,
+):  # fmt: skip
+    """out_ids, out_gates [T, k]: MARK in place of skipped experts, rescaled gates; counts [R, 3] += routed, kept."""
     t = tl.program_id(0) * BT + tl.arange(0, BT)
     j = tl.arange(0, KP)
-    there = (t < T)[:, None] & (j < K)[None, :]
+    slots = (t < T)[:, None] & (j < K)[None, :]
     at = t[:, None] * K + j[None, :]
-    e = tl.load(ids + at, mask=there, other=2147483647)
-    raw = tl.load(gates + at, mask=there, other=0.0)
+    row, threshold = row_of(rows, tau, t, T)
+    e = tl.load(ids + at, mask=slots, other=-1).to(tl.int32)
+    raw = tl.load(gates + at, mask=slots, other=0.0)
     settle(
-        e, raw, tl.minimum(t, T - 1), there, first, second, threshold, mask, counts, out_ids, out_gates, E,
-        K, VIEWS, FUSION, GAIN, MIN_ACTIVE, MIN_MASS, MASKED, PHASED, SQUARED,
+        e, raw, t, slots, row, threshold, first, second, factor, counts, out_ids, out_gates, MARK,
+        K, VIEWS, FUSION, POWER, NORM, CUMULATIVE, FACTOR, GAIN, MIN_ACTIVE, MIN_MASS,
     )  # fmt: skip

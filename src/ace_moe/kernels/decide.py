@@ -1,0 +1,118 @@
+"""The one place that launches the rule: alone behind a router, or together with its top-k.
+
+`launch_rule` and `launch_route` are plain functions for engines whose own operators hide them from a compiler; `rule`
+and `route` are the same as torch operators, opaque to torch.compile and safe in CUDA graphs.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from ..rule import FUSIONS, GAINS, NORMS, Form, Gain
+from . import route_kernel, rule_kernel
+from .experts import power_of_two
+from .launch import early_start
+
+
+class Rule(NamedTuple):
+    """What a kernel must know of a policy beside its tensors."""
+
+    form: Form
+    gain: Gain = "power"
+    min_active: int = 1
+    min_mass: float = 0.0
+    weighed: bool = False  # whether a factor is applied
+
+    def __str__(self) -> str:
+        """As an operator takes it: operators have no records among their arguments."""
+        f = self.form
+        constants = (len(f.tables), f.fusion, f.power, f.norm, int(f.cumulative), self.gain, self.min_active)
+        return "|".join(map(str, (*constants, self.min_mass, int(self.weighed))))
+
+
+@lru_cache(maxsize=256)
+def constants(rule: str) -> dict[str, int | float | bool]:
+    """The kernels' constants of `str(Rule(…))`."""
+    views, fusion, power, norm, cumulative, gain, min_active, min_mass, weighed = rule.split("|")
+    return {
+        "VIEWS": int(views), "FUSION": FUSIONS.index(fusion), "POWER": int(power), "NORM": NORMS.index(norm),
+        "CUMULATIVE": cumulative == "1", "FACTOR": weighed == "1", "GAIN": GAINS.index(gain),
+        "MIN_ACTIVE": int(min_active), "MIN_MASS": float(min_mass),
+    }  # fmt: skip
+
+
+def _views(tables: list[Tensor], stand_in: Tensor) -> tuple[Tensor, Tensor]:
+    first, second, *_ = [*tables, stand_in, stand_in]
+    return first, second
+
+
+def launch_rule(
+    ids: Tensor, gates: Tensor, rows: Tensor, tau: Tensor, factor: Tensor, tables: list[Tensor], counts: Tensor, mark: int,
+    rule: str,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """ids, gates [T, k], rows [T], τ [R] → ids, gates for the experts, `mark` at skipped slots; counts [R, 3] grow."""
+    ids, gates, rows = ids.contiguous(), gates.contiguous(), rows.contiguous()
+    (tokens, k), new_ids, new_gates = ids.shape, torch.empty_like(ids), torch.empty_like(gates)
+    padded = power_of_two(k)
+    small = min(8, power_of_two(tokens), max(1, 64 // padded))  # short programs in decode
+    block = small if tokens <= 256 else max(1, 512 // padded)
+    if tokens:
+        rule_kernel.decide[(triton.cdiv(tokens, block),)](
+            ids, gates, rows, tau, *_views(tables, tau), factor, counts, new_ids, new_gates, tokens, mark,
+            K=k, KP=padded, BT=block, **constants(rule), num_warps=1 if tokens <= 256 else 4,
+        )  # fmt: skip
+    return new_ids, new_gates
+
+
+def launch_route(
+    logits: Tensor, rows: Tensor, tau: Tensor, factor: Tensor, tables: list[Tensor], counts: Tensor, mark: int, rule: str,
+    top_k: int, sigmoid: bool, normalise: bool, dtype: torch.dtype, ids_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The same as the router's top-k and `launch_rule`, straight from its logits [T, E]."""
+    if logits.stride(1) != 1:
+        logits = logits.contiguous()
+    rows, (tokens, experts) = rows.contiguous(), logits.shape
+    ids = torch.empty(tokens, top_k, dtype=ids_dtype, device=logits.device)
+    gates = torch.empty(tokens, top_k, dtype=dtype, device=logits.device)
+    block = 1 if tokens <= 64 else 16
+    if tokens:
+        route_kernel.route[(triton.cdiv(tokens, block),)](
+            logits, rows, tau, *_views(tables, tau), factor, counts, ids, gates, tokens, experts, logits.stride(0), mark,
+            K=top_k, KP=power_of_two(top_k), EP=power_of_two(experts), BT=block, SIGMOID=sigmoid,
+            NORMALISE=normalise, **constants(rule), **early_start(logits.device),
+            num_warps=1 if block == 1 else 4,
+        )  # fmt: skip
+    return ids, gates
+
+
+@torch.library.custom_op("ace_moe::rule", mutates_args=("counts",))
+def rule(
+    ids: Tensor, gates: Tensor, rows: Tensor, tau: Tensor, factor: Tensor, tables: list[Tensor], counts: Tensor, mark: int,
+    rule: str,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    return launch_rule(ids, gates, rows, tau, factor, tables, counts, mark, rule)
+
+
+@rule.register_fake
+def _(ids, gates, *rest):
+    return ids.new_empty(ids.shape), gates.new_empty(gates.shape)  # contiguous, whatever the router's are
+
+
+@torch.library.custom_op("ace_moe::route", mutates_args=("counts",))
+def route(
+    logits: Tensor, rows: Tensor, tau: Tensor, factor: Tensor, tables: list[Tensor], counts: Tensor, mark: int, rule: str,
+    top_k: int, sigmoid: bool, normalise: bool, dtype: torch.dtype, ids_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    kind = (top_k, sigmoid, normalise)
+    return launch_route(logits, rows, tau, factor, tables, counts, mark, rule, *kind, dtype, ids_dtype)
+
+
+@route.register_fake
+def _(logits, rows, tau, factor, tables, counts, mark, rule, top_k, sigmoid, normalise, dtype, ids_dtype):
+    shape = (logits.shape[0], top_k)
+    return logits.new_empty(shape, dtype=ids_dtype), logits.new_empty(shape, dtype=dtype)
