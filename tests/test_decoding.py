@@ -8,10 +8,9 @@ from transformers import masking_utils
 import zoo
 from ace_moe import ACE, build_plan
 from ace_moe.bench.latency import WHOLE
-from ace_moe.decoding import Decoder
+from ace_moe.decoding import Decoder, attention
 from ace_moe.decoding.layerwise import build_of, compiled_layers, decoder_layers
-from ace_moe.errors import IntegrationError
-from ace_moe.integrations import attention
+from ace_moe.errors import IntegrationError, OptionError
 from ace_moe.loading import load_model
 
 
@@ -43,7 +42,7 @@ def test_layers_share_one_compilation(model):
         decoder.prefill(prompt())
         ace.reset()
         expected = decoder.step(token).clone()
-        kept = [skipper.counts.clone() for skipper in ace.skippers]
+        kept = ace.runtime.counts()
         torch._dynamo.reset()
         counters.clear()
         decoder.rewind(9)
@@ -52,7 +51,7 @@ def test_layers_share_one_compilation(model):
             found = decoder._advance()
         assert counters["stats"]["unique_graphs"] == 3, "the layers', the angles', the last norm's"
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-        assert all(torch.equal(a, s.counts) for a, s in zip(kept, ace.skippers, strict=True))
+        assert all(torch.equal(kept[key], counts) for key, counts in ace.runtime.counts().items())
     assert "forward" not in vars(decoder_layers(model)[0]), "layers are as they were"
 
 
@@ -64,9 +63,9 @@ def test_different_layers_do_not_share():
 
 def test_what_does_not_fit_is_refused(model):
     decoder = Decoder(model, 2, 16)
-    with pytest.raises(IntegrationError, match="sequences of 1 to 15 tokens"):
+    with pytest.raises(OptionError, match="sequences of 1 to 15 tokens"):
         decoder.prefill(prompt(batch=1))
-    with pytest.raises(IntegrationError, match="do not fit"):
+    with pytest.raises(OptionError, match="do not fit"):
         decoder.generate(prompt(), 10)
     with pytest.raises(IntegrationError, match="without plain attention"):
         decoder_layers(zoo.build("nemotron_h"))

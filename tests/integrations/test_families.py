@@ -8,8 +8,13 @@ from transformers.integrations import moe
 
 import zoo
 from ace_moe import ACE, AceError, build_plan
+from ace_moe.checkpoint import Site
 from ace_moe.errors import IntegrationError, StructureError
+from ace_moe.integrations.transformers import Attachment
+from ace_moe.plan import Plan
+from ace_moe.plan.fingerprint import Fingerprint, Routers
 from ace_moe.policies import make
+from ace_moe.runtime import Runtime
 
 
 def policy_for(plan):
@@ -19,7 +24,7 @@ def policy_for(plan):
 
 def middle(plan):
     """A little over 1/k: about the median contribution of a random router, also where gates are nearly equal."""
-    return 1.02 / next(iter(plan.fingerprint["structure"].values()))["top_k"]
+    return 1.02 / next(iter(plan.fingerprint.structure.values()))["top_k"]
 
 
 @pytest.fixture
@@ -69,7 +74,7 @@ def test_executed_slots_are_the_kept_slots(name, executed):
         ace.set_threshold(middle(plan))
         out = zoo.run(model)
         kept = ace.report()["prefill"]["kept"]
-    products = 2 * len(ace.skippers)
+    products = 2 * len(ace.runtime.layers)
     assert len(executed) == products
     assert sum(executed) == 2 * kept, "up and down each compute the kept rows, no more"
     assert out.isfinite().all(), "a row that was not computed leaked into the output"
@@ -85,11 +90,8 @@ def test_skipping_matches_dense_arithmetic(name):
     with ace(model):
         ace.set_threshold(middle(plan))
         skipped = zoo.run(model)
-        for skipper in ace.skippers:  # same rule, but skipped slots stay routed with gate 0
-            skipper.forward = lambda x, ids, gates, sentinel, s=skipper: (
-                ids,
-                type(s).forward(s, x, ids, gates, sentinel)[1],
-            )
+        for layer in ace.runtime.layers.values():  # same rule, but skipped slots stay routed with gate 0
+            layer.decide = lambda ids, gates, hidden, one=layer: (ids, type(one).decide(one, ids, gates, hidden)[1])
         dense = zoo.run(model)
     torch.testing.assert_close(skipped, dense, atol=2e-5, rtol=2e-5)
 
@@ -102,22 +104,22 @@ def test_families_outside_the_registry_are_refused_or_covered(name):
     model = zoo.build(name)
     with pytest.raises(StructureError, match="experts"):
         build_plan(model)
-    from ace_moe.integrations import transformers as integration
-    from ace_moe.skipper import Skipper, Step
-
-    step = Step()
-    paths = [p for p, m in model.named_modules() if type(m).__name__.endswith("Experts") and hasattr(m, "num_experts")]
-    skippers = {p: Skipper(str(i), make("share"), {}, step) for i, p in enumerate(paths)}
+    found = [
+        (p, m) for p, m in model.named_modules() if type(m).__name__.endswith("Experts") and hasattr(m, "num_experts")
+    ]
+    sites = [
+        Site(str(i), p, m, m.num_experts, zoo.TOP_K, None, None, None, None, "other") for i, (p, m) in enumerate(found)
+    ]
+    runtime = Runtime(Plan(tables={}, fingerprint=Fingerprint({}, Routers(""))), make("share"))
     if name != "step3p7" or version.parse(transformers.__version__) < version.parse("5.18"):
-        if paths:
+        if sites:
             with pytest.raises((IntegrationError, AceError)):
-                integration.Attachment(model, skippers, step)
+                Attachment(model, runtime, sites)
         return
     before = zoo.run(model)
-    attachment = integration.Attachment(model, skippers, step)
+    attachment = Attachment(model, runtime, sites)
     assert torch.equal(before, zoo.run(model))
-    for skipper in skippers.values():
-        skipper.threshold.fill_(1.02 / zoo.TOP_K)
+    runtime.set(torch.full((3,), 1.02 / zoo.TOP_K))
     assert not torch.equal(before, zoo.run(model))
     attachment.remove()
     assert torch.equal(before, zoo.run(model))

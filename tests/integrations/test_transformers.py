@@ -9,7 +9,8 @@ from transformers.integrations.moe import ExpertsInterface
 
 import zoo
 from ace_moe import ACE, build_plan
-from ace_moe.errors import IntegrationError, PlanError
+from ace_moe.errors import BudgetError, IntegrationError, PlanError
+from ace_moe.planning import map_budgets
 from ace_moe.policies import make
 
 
@@ -23,9 +24,10 @@ def state_of(model):
     modules = [
         (n, m._is_expert_parallel if hasattr(m, "_is_expert_parallel") else None) for n, m in model.named_modules()
     ]
-    hooks = [len(m._forward_pre_hooks) for m in model.modules()]
+    hooks = [(len(m._forward_pre_hooks), len(m._forward_hooks)) for m in model.modules()]
     buffers = sorted(n for n, _ in model.named_buffers())
-    return modules, hooks, buffers, model.config._experts_implementation, sorted(model.state_dict())
+    own = [(type(m), sorted(vars(m)), id(getattr(m, "config", None))) for m in model.modules()]
+    return modules, hooks, buffers, own, model.config._experts_implementation, sorted(model.state_dict())
 
 
 @pytest.mark.parametrize("implementation", ["eager", "grouped_mm", "batched_mm"])
@@ -35,7 +37,7 @@ def test_detach_restores_the_model_also_after_an_exception(demo_model, plan, imp
     before = state_of(demo_model)
     try:
         with pytest.raises(ZeroDivisionError), ACE(plan)(demo_model):
-            assert demo_model.config._experts_implementation == "ace"
+            assert demo_model.config._experts_implementation == implementation, "the model's own config is not touched"
             assert state_of(demo_model) != before
             raise ZeroDivisionError
         assert state_of(demo_model) == before
@@ -45,8 +47,8 @@ def test_detach_restores_the_model_also_after_an_exception(demo_model, plan, imp
 
 def test_a_failed_attach_leaves_nothing_behind(demo_model, plan, monkeypatch):
     before = state_of(demo_model)
-    monkeypatch.setattr(type(demo_model), "set_experts_implementation", lambda self, name: None)
-    with pytest.raises(IntegrationError, match="did not take"):
+    monkeypatch.setattr("ace_moe.integrations.transformers.attachment.listen", lambda: 1 / 0)  # the last step but one
+    with pytest.raises(ZeroDivisionError):
         ACE(plan).attach(demo_model)
     assert state_of(demo_model) == before
 
@@ -58,7 +60,7 @@ def test_attaching_twice_is_refused(demo_model, plan):
             ace.attach(demo_model)
         with pytest.raises(IntegrationError, match="already"):
             ACE(plan).attach(demo_model)
-    assert demo_model.config._experts_implementation != "ace"
+    assert demo_model.model.layers[0].mlp.experts.config is demo_model.config
 
 
 def test_both_registries_know_the_implementation():
@@ -72,7 +74,7 @@ def test_generate_counts_prefill_and_decode_apart(demo_model, plan):
         ace.set_threshold(torch.tensor([0.12, 0.08]))
         demo_model.generate(ids, max_new_tokens=5, min_new_tokens=5, do_sample=False)
     report = ace.report()
-    slots = 8 * len(ace.skippers)
+    slots = 8 * len(ace.runtime.layers)
     assert report["prefill"]["routed"] == 2 * 9 * slots
     assert report["decode"]["routed"] == 2 * 4 * slots, "the first new token comes from the prefill"
     assert report["prefill"]["realised"] > report["decode"]["realised"] > 0
@@ -86,7 +88,7 @@ def test_generates_switch_of_implementations_leaves_us_alone(demo_model, plan, m
     with ace(demo_model):
         monkeypatch.setattr(type(demo_model), "device", property(lambda self: torch.device("cuda")))
         with demo_model._optimize_model_for_decode():
-            assert demo_model.config._experts_implementation == "ace"
+            assert all(m.config._experts_implementation == "ace" for m in demo_model.modules() if hasattr(m, "ace"))
 
 
 def test_padding_is_not_counted_and_changes_nothing(demo_model, plan):
@@ -95,7 +97,8 @@ def test_padding_is_not_counted_and_changes_nothing(demo_model, plan):
     padded = torch.cat([torch.zeros(1, 5, dtype=torch.long), row], 1)
     mask = torch.cat([torch.zeros(1, 5), torch.ones(1, 7)], 1).long()
     reports = []
-    with ACE(plan)(demo_model.float()) as ace:
+    model = copy.deepcopy(demo_model).float()
+    with ACE(plan)(model) as ace:
         ace.set_threshold(0.12)
         for inputs in (
             {"input_ids": row, "attention_mask": mask[:, 5:]},
@@ -103,9 +106,8 @@ def test_padding_is_not_counted_and_changes_nothing(demo_model, plan):
         ):
             ace.reset()
             with torch.no_grad():
-                demo_model(**inputs, position_ids=(inputs["attention_mask"].cumsum(1) - 1).clamp(min=0))
+                model(**inputs, position_ids=(inputs["attention_mask"].cumsum(1) - 1).clamp(min=0))
             reports.append(ace.report())
-    demo_model.bfloat16()
     assert reports[0]["prefill"] == reports[1]["prefill"]
     assert reports[1]["padding"] == "not counted"
 
@@ -119,13 +121,13 @@ def test_without_a_mask_the_report_says_so(demo_model, plan):
 def test_a_batch_is_decided_token_by_token(demo_model, plan):
     both = zoo.inputs(batch=2, tokens=10)["input_ids"]
     kept = []
-    with ACE(plan)(demo_model.float()) as ace:
+    model = copy.deepcopy(demo_model).float()
+    with ACE(plan)(model) as ace:
         ace.set_threshold(0.12)
         for ids in (both[:1], both[1:], both):
             ace.reset()
-            zoo.run(demo_model, input_ids=ids)
+            zoo.run(model, input_ids=ids)
             kept.append(ace.report()["prefill"]["kept"])
-    demo_model.bfloat16()
     assert kept[0] + kept[1] == kept[2]
 
 
@@ -179,15 +181,27 @@ def test_every_policy_runs(demo_model, plan, policy):
 
 
 def test_budget_of_prefill_and_decode_may_differ(demo_model, plan, demo_windows):
-    from ace_moe.offline import Passes, fit_budgets, thresholds
+    mapped = map_budgets(demo_model, plan, make("ace"), demo_windows, [0.3, 0.5], correct=False)
+    low, high = (fit.threshold for fit in mapped.fits)
+    ace = ACE(mapped.plan, {"prefill": 0.5, "decode": 0.3})
+    assert ace.thresholds.tolist() == pytest.approx([high, low, low]), "verify follows decode"
+    ace.set_skip({"prefill": 0.0, "decode": 0.5, "verify": 0.3})
+    assert ace.thresholds.tolist() == pytest.approx([0.0, high, low])
 
+
+@pytest.mark.parametrize("skip", [{"decode": 0.5}, {}, {"prefill": 0.5}, {"both": 0.3, "decode": 0.3}, {"prompt": 0.1}])
+def test_budgets_by_phase_name_both(plan, skip):
+    """Half a mapping would set the other half to something nobody asked for."""
+    with pytest.raises(BudgetError, match=r'"prefill": 0\.3, "decode": 0\.5'):
+        ACE(plan, skip)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -1, "half", True, [0.1, 0.2, 0.3, 0.4], None])
+def test_thresholds_that_are_none(plan, bad):
     ace = ACE(plan)
-    with ace(demo_model):
-        fits = fit_budgets(Passes(ace, demo_model, demo_windows), [0.3, 0.5], correct=False)
-    ace = ACE(plan.with_thresholds(thresholds(fits, ace.policy, demo_windows)), {"prefill": 0.5, "decode": 0.3})
-    assert ace._thresholds.tolist() == pytest.approx([fits[1].threshold, fits[0].threshold])
-    ace.set_skip({"decode": 0.5})
-    assert ace._thresholds.tolist() == pytest.approx([0.0, fits[1].threshold])
+    with pytest.raises(BudgetError, match="A threshold is a number from 0 on"):
+        ace.set_threshold(bad)
+    assert ace.thresholds.tolist() == [0, 0, 0]
 
 
 def test_from_pretrained_maps_when_a_model_comes(demo_model, demo_folder):

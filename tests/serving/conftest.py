@@ -16,6 +16,9 @@ from ace_moe import build_plan
 from ace_moe.demo import MODEL
 from ace_moe.integrations.vllm import skipping
 from ace_moe.plan import Plan
+from ace_moe.planning import map_budgets
+from ace_moe.policies import make
+from ace_moe.text import Windows
 
 HAS_VLLM = importlib.util.find_spec("vllm") is not None
 
@@ -44,6 +47,13 @@ def case_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Case]:
     return make
 
 
+@pytest.fixture(scope="session")
+def mapped(demo_plan: Plan, demo_model: Any, demo_windows: Windows, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo's plan with thresholds for 20, 50 and 60 %."""
+    plan = map_budgets(demo_model, demo_plan, make("ace"), demo_windows, [0.2, 0.5, 0.6]).plan
+    return plan.save(tmp_path_factory.mktemp("mapped") / "plan.safetensors")
+
+
 @pytest.fixture
 def configured(demo_plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """A function that makes a stand-in for vLLM's configuration in which skipping is configured with the demo's plan."""
@@ -51,7 +61,7 @@ def configured(demo_plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     path = demo_plan.save(tmp_path / "plan.safetensors")
 
     def make(**ace: Any) -> Any:
-        config = vllm_config(path, **ace)
+        config = vllm_config(**{"plan": path, **ace})
         assert skipping.configure(config) is not None
         return config
 

@@ -19,6 +19,7 @@ from ace_moe import ACE
 from ace_moe.demo import MODEL
 from ace_moe.loading import load_model, load_tokenizer
 from ace_moe.plan import Plan
+from ace_moe.policies import Decision, Routing
 
 HERE = Path(__file__).parent
 PROMPTS = (
@@ -83,12 +84,13 @@ def prompts() -> list[list[int]]:
 
 
 class Scores:
-    """Stands where the budget mapping's histogram does and keeps every score."""
+    """Looks at every layer and keeps every score."""
 
     def __init__(self) -> None:
         self.seen: list[Tensor] = []
 
-    def add(self, protected: Tensor, token_mask: Tensor | None = None) -> None:
+    def __call__(self, routing: Routing, protected: Tensor | None, decision: Decision) -> None:
+        assert protected is not None
         self.seen.append(protected[protected.isfinite()].flatten().cpu())
 
     def sorted(self) -> Tensor:
@@ -117,13 +119,10 @@ def reference(
     sequences = [model.generate(torch.tensor([p], device=model.device), **more)[0] for p in starts]
     ace.reset()
     scores = Scores()
-    for skipper in ace.skippers:
-        skipper.observer = scores
-    logprobs = [model(s[None, :-1]).logits[0].float().log_softmax(-1).cpu() for s in sequences]
-    for skipper in ace.skippers:
-        skipper.observer = None
+    with ace.runtime.observed(lambda key: scores):
+        logprobs = [model(s[None, :-1]).logits[0].float().log_softmax(-1).cpu() for s in sequences]
     every = scores.sorted()
-    counts = {s.key: tuple(s.counts.sum(0).tolist()) for s in ace.skippers}
+    counts = {key: tuple(c.sum(0)[:2].tolist()) for key, c in ace.runtime.counts().items()}
     tokens = [s[len(p) :].tolist() for s, p in zip(sequences, starts, strict=True)]
     nearest = float((every - threshold).abs().min())
     return Reference(threshold, tokens, logprobs, counts, nearest, ace.realised), every
@@ -174,10 +173,10 @@ def environment() -> dict[str, str]:
 
 
 def run_engine(
-    folder: Path, model: Path, ace: dict[str, Any] | None, steps: list[dict[str, Any]], **llm: Any
+    folder: Path, model: Path, ace: dict[str, Any] | None, steps: list[dict[str, Any]], task: Any = None, **llm: Any
 ) -> dict[str, Any]:
-    """The results of `serving_engine.py`; its whole output is the message if it fails."""
-    done = start_engine(folder, model, ace, steps, **llm)
+    """The results of `serving_engine.py`; its whole output is the message if it fails. `task` replaces parts of its SPEC."""
+    done = start_engine(folder, model, ace, steps, task, **llm)
     assert done.returncode == 0, done.stdout[-6000:]
     return json.loads((folder / "out.json").read_text())
 
@@ -190,11 +189,11 @@ def run_script(name: str, *files: Path, timeout: int) -> subprocess.CompletedPro
 
 
 def start_engine(
-    folder: Path, model: Path, ace: dict[str, Any] | None, steps: list[dict[str, Any]], **llm: Any
+    folder: Path, model: Path, ace: dict[str, Any] | None, steps: list[dict[str, Any]], task: Any = None, **llm: Any
 ) -> subprocess.CompletedProcess[str]:
     folder.mkdir(parents=True, exist_ok=True)
     spec = {"model": str(model), "prompts": prompts(), "max_tokens": MAX_TOKENS, "ace": ace, "llm": llm, "steps": steps}
-    (folder / "spec.json").write_text(json.dumps(spec))
+    (folder / "spec.json").write_text(json.dumps(spec | (task or {})))
     return run_script("serving_engine.py", folder / "spec.json", folder / "out.json", timeout=900)
 
 

@@ -2,8 +2,8 @@
 
     python serving_engine.py SPEC OUT
 
-SPEC: model, prompts (token ids), max_tokens, ace (or null), llm (arguments of vllm.LLM), steps. Each step is a change of
-budget ({"threshold": 0.1}, {"skip": 0.5} or {}) followed by one generation of all prompts.
+SPEC: model, prompts (token ids), max_tokens, ace (or null), llm (arguments of vllm.LLM), steps, logprobs (8 unless told).
+Each step is a change of budget ({"threshold": 0.1}, {"skip": 0.5} or {}) followed by one generation of all prompts.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 # step, and with it the last bits of a product, would depend on the load of the machine.
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 
-from ace_moe.integrations.vllm.control import AceWorker
+from ace_moe.integrations.vllm.control import AceWorker, together
+from ace_moe.integrations.vllm.skipping import find
 
 
 class AuditedWorker(AceWorker):
@@ -45,6 +46,20 @@ class AuditedWorker(AceWorker):
 
         return cpu_moe.cpu_fused_moe.slots
 
+    def trace_begin(self) -> None:
+        """Write down what the runner says of every step: lengths, computed, prompts and drafts of its requests."""
+        rows = find(self.vllm_config).rows  # type: ignore[union-attr]
+        mark, self.trace = type(rows).mark, []
+
+        def traced(step: Any) -> None:
+            self.trace.append([None if part is None else part.tolist() for part in step])
+            mark(rows, step)
+
+        rows.mark = traced  # type: ignore[method-assign]
+
+    def trace_read(self) -> list[Any]:
+        return self.trace
+
     def module_classes(self) -> list[str]:
         """Every class in the model, and of the routers, which are no modules."""
         modules = list(self.model_runner.model.modules())  # type: ignore[attr-defined]
@@ -52,7 +67,8 @@ class AuditedWorker(AceWorker):
         return sorted({f"{type(m).__module__}.{type(m).__name__}" for m in [*modules, *routers]})
 
     def hooked(self) -> bool:
-        return any(hasattr(cls, "_ace_hooked") for cls in type(self.model_runner).__mro__)  # type: ignore[attr-defined]
+        classes = (*type(self.model_runner).__mro__, *type(self).__mro__)  # type: ignore[attr-defined]
+        return any(hasattr(cls, "_ace_hooked") for cls in classes)
 
 
 def main(spec_path: str, out_path: str) -> None:
@@ -62,36 +78,43 @@ def main(spec_path: str, out_path: str) -> None:
 
     spec = json.loads(Path(spec_path).read_text())
     ace = {"additional_config": {KEY: spec["ace"]}} if spec["ace"] is not None else {}
-    llm = LLM(
-        spec["model"], dtype="float32", max_model_len=512, seed=0, enable_prefix_caching=False, max_logprobs=16,
-        worker_extension_cls="serving_engine.AuditedWorker", **ace, **spec["llm"],
-    )  # fmt: skip
+    given: dict[str, Any] = {
+        "dtype": "float32", "max_model_len": 512, "seed": 0, "enable_prefix_caching": False, "max_logprobs": 16,
+        "worker_extension_cls": "serving_engine.AuditedWorker",
+    }  # fmt: skip
+    llm = LLM(spec["model"], **given | ace | spec["llm"])
+    start = together(llm.collective_rpc("ace_report")) if ace else None
     results = [step(llm, spec, change) for change in spec["steps"]]
     extra = {name: llm.collective_rpc(name)[0] for name in ("module_classes", "hooked")}
-    Path(out_path).write_text(json.dumps({"steps": results, **extra}))
+    Path(out_path).write_text(json.dumps({"start": start, "steps": results, **extra}))
 
 
 def step(llm: Any, spec: dict[str, Any], change: dict[str, Any]) -> dict[str, Any]:
-    from vllm import SamplingParams, TokensPrompt
-
-    from ace_moe.integrations.vllm.control import merge
-
     on = spec["ace"] is not None
     if on and change:
-        merge(llm.collective_rpc("ace_set", kwargs=change))
+        together(llm.collective_rpc("ace_set", kwargs=change))
     if on:
         llm.collective_rpc("ace_reset")
+        llm.collective_rpc("trace_begin")
     llm.collective_rpc("audit_begin")
+    found = generate(llm, spec["prompts"], spec["max_tokens"], spec.get("logprobs", 8))
+    report = together(llm.collective_rpc("ace_report")) if on else None
+    trace = llm.collective_rpc("trace_read")[0] if on else None
+    return {**found, "report": report, "trace": trace, "executed": llm.collective_rpc("audit_read")}
+
+
+def generate(llm: Any, prompts: list[list[int]], tokens: int, logprobs: int | None) -> dict[str, Any]:
+    """Greedy tokens of all prompts at once, and the log-probabilities of the likeliest at every position."""
+    from vllm import SamplingParams, TokensPrompt
+
     params = SamplingParams(
-        temperature=0, max_tokens=spec["max_tokens"], ignore_eos=True, prompt_logprobs=8, logprobs=8, detokenize=False
+        temperature=0, max_tokens=tokens, ignore_eos=True, prompt_logprobs=logprobs, logprobs=logprobs, detokenize=False
     )
-    outs = llm.generate([TokensPrompt(prompt_token_ids=p) for p in spec["prompts"]], params, use_tqdm=False)
+    outs = llm.generate([TokensPrompt(prompt_token_ids=p) for p in prompts], params, use_tqdm=False)
     return {
         "tokens": [list(o.outputs[0].token_ids) for o in outs],
-        "prompt_logprobs": [[_values(row) for row in o.prompt_logprobs[1:]] for o in outs],
-        "logprobs": [[_values(row) for row in o.outputs[0].logprobs] for o in outs],
-        "report": merge(llm.collective_rpc("ace_report")) if on else None,
-        "executed": llm.collective_rpc("audit_read"),
+        "prompt_logprobs": [[_values(row) for row in (o.prompt_logprobs or ())[1:]] for o in outs],
+        "logprobs": [[_values(row) for row in o.outputs[0].logprobs or ()] for o in outs],
     }
 
 

@@ -6,30 +6,50 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ace_moe.demo import MODEL
-from ace_moe.integrations.vllm.layer import Layer
-from ace_moe.integrations.vllm.phases import Phases
+from ace_moe.integrations.vllm.rows import Rows, Step
+from ace_moe.integrations.vllm.skipping import SKIPPED
 from ace_moe.policies import make
+from ace_moe.runtime import Layer, Part
+from ace_moe.runtime.state import State
 
 EXPERTS, TOP_K = 16, 6
 FOUND = {"experts": 32, "top_k": 8, "hidden": 192, "intermediate": 48}
 
 
-def layer(policy: str = "ace", taus: tuple[float, float] = (0.1, 0.18), **settings: Any) -> Layer:
+def step(lengths: list[int], computed: Any = 0, prompts: Any = 0, drafts: Any = None) -> Step:
+    """Numbers stand for the same of every request; without prompts all tokens were generated."""
+    given = [np.broadcast_to(np.asarray(v, dtype=np.int32), len(lengths)) for v in (computed, prompts)]
+    return Step(np.array(lengths, dtype=np.int32), *given, None if drafts is None else np.array(drafts, dtype=np.int32))
+
+
+def layer(
+    policy: str = "ace", taus: tuple[float, float] = (0.1, 0.18), step: Step | None = None, kernels: bool = False,
+    device: str = "cpu", **settings: Any,
+) -> Layer:  # fmt: skip
+    """A layer as vLLM's integration makes it, with the rows of a step (none: all padding); τ for prefill and decode."""
     generator = torch.Generator().manual_seed(0)
     tables = {name: torch.rand(EXPERTS, generator=generator) + 0.5 for name in ("gsp", "rcr")}
-    return Layer("0", make(policy, **settings), tables, torch.tensor(taus), Phases(512, "cpu"))
+    state, rows = State(), Rows(512, device)
+    state.set(torch.tensor([0.0, *taus, taus[1]]))
+    options = {"device": device, "kernels": kernels, "opaque": False}
+    made = Layer("0", make(policy, **settings), tables, state, SKIPPED, **options)
+    made.tokens = rows
+    if step is not None:
+        rows.mark(step)
+    return made
 
 
 def routing(tokens: int, seed: int = 1) -> tuple[Tensor, Tensor]:
-    """gates, ids [T, k] as vLLM's router gives them: fp32 and int32."""
+    """ids, gates [T, k] as vLLM's router gives them: int32 and fp32."""
     generator = torch.Generator().manual_seed(seed)
     scores = torch.randn(tokens, EXPERTS, generator=generator).softmax(-1)
     gates, ids = scores.topk(TOP_K)
-    return gates / gates.sum(-1, keepdim=True), ids.int()
+    return ids.int(), gates / gates.sum(-1, keepdim=True)
 
 
 def experts(kernel: str, prepare: str = "MoEPrepareAndFinalizeNoDPEPModular", device: str = "cuda", **more: Any) -> Any:
@@ -54,10 +74,13 @@ def experts(kernel: str, prepare: str = "MoEPrepareAndFinalizeNoDPEPModular", de
 
 
 def reply(rank: int, split: bool = False, data: int = 0) -> dict[str, Any]:
-    return {
-        "skip": 0.5, "thresholds": [0.1, 0.2], "counts": {"2": [[80, 40], [16, 4]], "10": [[80, 80], [16, 16]]},
-        "executors": {"2": "native", "10": "native"}, "split": split, "tensor_rank": rank, "data_rank": data,
-    }  # fmt: skip
+    """A worker's answer: rows are padding, prefill, decode, verify."""
+    counts = {"2": [[0] * 3, [80, 40, 0], [16, 4, 0], [0] * 3], "10": [[0] * 3, [80, 80, 0], [16, 16, 0], [0] * 3]}
+    part = Part(
+        counts, [0.0, 0.1, 0.2, 0.2], 0.5, {"2": "native", "10": "native"}, {"2": {"kernels": "switched off"}},
+        tensor_rank=rank, data_rank=data, split=split,
+    )  # fmt: skip
+    return part.to_json()
 
 
 def vllm_config(plan: Path, **ace: Any) -> Any:

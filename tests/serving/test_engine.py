@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from serving_cases import GAP, PROMPTS, Case, prompts, run_engine, start_engine
+from serving_cases import GAP, MAX_TOKENS, Case, prompts, run_engine, start_engine
 
 TOLERANCE = 1e-4
 MODELS = ("demo", "glm4", "qwen2")
@@ -82,6 +82,9 @@ def check_model(case: Case, folder: Path, **llm: Any) -> None:
     assert same_bits(stock["steps"][0], ours["steps"][0])
     assert not any("ace_moe" in name or "Ruled" in name or "Sparing" in name for name in stock["module_classes"])
     assert not stock["hooked"] and ours["hooked"]
+    assert (
+        ours["start"]["prefill"]["routed"] == ours["start"]["decode"]["routed"] == 0
+    )  # compiled: a measuring pass ran
     zero, half = ours["steps"]
     assert zero["report"]["realised"] == 0
     check_against_reference(case, half)
@@ -138,14 +141,12 @@ def test_redirect_computes_every_slot_and_says_the_same(case_of: Callable[[str],
 @pytest.mark.vllm
 def test_phases_have_budgets_and_counters_of_their_own(case_of: Callable[[str], Case], tmp_path: Path) -> None:
     case = case_of("demo")
-    tau = case.reference.threshold
-    ours = run_engine(
-        tmp_path, case.model, ace(case), [{"threshold": [tau, 0.0]}, {"threshold": [0.0, tau]}], enforce_eager=True
-    )
-    slots = 8 * 6
-    prompt_tokens = sum(len(p) for p in prompts() if len(p) > 1)  # a prompt of one token is a query of one token
+    tau, starts = case.reference.threshold, [*prompts(), prompts()[0][:1]]  # one token is a prompt all the same
+    steps = [{"threshold": [tau, 0.0]}, {"threshold": [0.0, tau]}]
+    ours = run_engine(tmp_path, case.model, ace(case), steps, {"prompts": starts}, enforce_eager=True)
+    slots, prompt_tokens = 8 * 6, sum(len(p) for p in starts)
     for step, (skipping, dense) in zip(ours["steps"], (("prefill", "decode"), ("decode", "prefill")), strict=True):
         assert step["report"]["prefill"]["routed"] == prompt_tokens * slots
-        assert step["report"]["decode"]["routed"] > (len(PROMPTS) * 7 - 1) * slots
+        assert step["report"]["decode"]["routed"] == len(starts) * (MAX_TOKENS - 1) * slots
         assert step["report"][skipping]["realised"] > 0.3
         assert step["report"][dense]["realised"] == 0

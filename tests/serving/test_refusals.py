@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,18 +12,18 @@ import pytest
 import torch
 from serving_cases import Case, run_script
 
-from ace_moe.plan import Plan
+from ace_moe.plan import Fingerprint, Plan, Routers
 
 
 def damaged(case: Case, folder: Path) -> dict[str, Path]:
     """Plans that are wrong in different ways."""
     plan = Plan.load(case.plan)
-    other = Plan(plan.tables, {**plan.fingerprint, "content": "0" * 64}, "other")
-    structure = {key: {**layer, "experts": 16} for key, layer in plan.fingerprint["structure"].items()}
+    other = Plan(plan.tables, replace(plan.fingerprint, routers=Routers("0" * 64)), "other")
+    structure = {key: {**layer, "experts": 16} for key, layer in plan.fingerprint.structure.items()}
     tables = {key: {n: torch.ones(16) for n in ("gsp", "rcr")} for key in structure}
-    foreign = Plan(tables, {"structure": structure, "content": plan.fingerprint["content"]}, "foreign")
-    fewer = {key: layer for key, layer in plan.fingerprint["structure"].items() if key != "3"}
-    short = Plan({k: plan.tables[k] for k in fewer}, {**plan.fingerprint, "structure": fewer}, "short")
+    foreign = Plan(tables, Fingerprint(structure, plan.fingerprint.routers), "foreign")
+    fewer = {key: layer for key, layer in plan.fingerprint.structure.items() if key != "3"}
+    short = Plan({k: plan.tables[k] for k in fewer}, Fingerprint(fewer, plan.fingerprint.routers), "short")
     (folder / "truncated").write_bytes(case.plan.read_bytes()[:-100])
     made = {name: p.save(folder / name) for name, p in (("other", other), ("foreign", foreign), ("short", short))}
     return {**made, "truncated": folder / "truncated"}
@@ -41,12 +42,12 @@ def test_engine_says_why_it_does_not_start(case_of: Callable[[str], Case], tmp_p
         ({"plan": str(bad["other"])}, {}, "same shape but other router weights"),
         ({**good, "skip": 0.5}, {}, "BudgetError: The plan has no threshold for a budget of 50.0%"),
         ({**good, "skip": 0.99}, {}, "BudgetError: A budget of 99.0% cannot be met"),
-        ({**good, "gian": "kept"}, {}, "BudgetError: Policy 'ace' has no setting gian"),
-        ({**good, "policy": "oea"}, {}, "BudgetError: Policy 'oea' cannot be served"),
-        ({**good, "kernels": "fast"}, {}, "IntegrationError: `kernels` is"),
+        ({**good, "gian": "kept"}, {}, "PolicyError: Policy 'ace' has no setting gian"),
+        ({**good, "policy": "oea"}, {}, "PolicyError: Policy 'oea' cannot be served"),
+        ({**good, "kernels": "fast"}, {}, "OptionError: `kernels` is"),
         ({**good, "kernels": True}, {}, "IntegrationError: Our kernels cannot run"),
-        ({**good, "executor": "native"}, {}, "IntegrationError: `executor` is one of"),
-        ("plan.safetensors", {}, "IntegrationError: The `ace` part of additional_config"),  # type: ignore[list-item]
+        ({**good, "executor": "native"}, {}, "OptionError: `executor` is one of"),
+        ("plan.safetensors", {}, "OptionError: The `ace` part of additional_config"),  # type: ignore[list-item]
         (good, {"llm": {"enable_lora": True}}, "IntegrationError: ACE does not work with --enable-lora"),
         (
             good,

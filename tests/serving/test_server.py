@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
 import subprocess
 import sys
@@ -19,25 +18,9 @@ from typing import Any
 import pytest
 from serving_cases import MAX_TOKENS, PROMPTS, Case, environment
 
-from ace_moe import ACE
-from ace_moe.demo import TEXT
-from ace_moe.loading import load_tokenizer, load_windows
-from ace_moe.offline import Passes, fit_budgets, thresholds
-from ace_moe.plan import Plan
+from ace_moe.loading import load_tokenizer
 
 KEY = "a-key"
-
-
-@pytest.fixture(scope="module")
-def mapped(case_of: Callable[[str], Case], tmp_path_factory: pytest.TempPathFactory, demo_model: Any) -> Path:
-    """The demo's plan with thresholds for 20 and 50 %."""
-    ace = ACE(Plan.load(case_of("demo").plan))
-    windows = load_windows(demo_model, load_tokenizer(case_of("demo").model), TEXT, 256, 1024)
-    with ace(demo_model):
-        fits = fit_budgets(Passes(ace, demo_model, windows), [0.2, 0.5])
-    return ace.plan.with_thresholds(thresholds(fits, ace.policy, windows)).save(
-        tmp_path_factory.mktemp("mapped") / "plan.safetensors"
-    )
 
 
 class Server:
@@ -156,9 +139,11 @@ def check_control(server: Server) -> None:
     report = json.loads(text)
     assert status == 200 and report["skip"] == 0.2 and report["prefill"]["routed"] == 0
     assert list(report["layers"]) == [str(n) for n in range(6)] and report["executors"] == {"compact": 6}
+    assert set(report["refused"]) == {"kernels", "native"} and "CPU" in report["refused"]["native"]
     for body, reason in (
         ({"skip": 0.8}, "The plan has no threshold for a budget of 80.0%"),
         ({"skip": "half"}, "is no number"),
+        ({"skip": {"decode": 0.2}}, "name prefill and decode"),
         ({"skip": 0.2, "threshold": 0.1}, "not both"),
         ({"threshold": -1}, "A threshold is"),
         ({"skp": 0.2}, "Send a JSON object"),
@@ -169,7 +154,7 @@ def check_control(server: Server) -> None:
     assert json.loads(server.send("/ace")[1])["skip"] == 0.2  # none of that changed anything
     status, text = server.send("/ace", {"skip": {"prefill": 0.5, "decode": 0.2}})
     threshold = json.loads(text)["threshold"]
-    assert status == 200 and threshold["prefill"] > threshold["decode"] > 0
+    assert status == 200 and threshold["prefill"] > threshold["decode"] == threshold["verify"] > 0
 
 
 def check_metrics(server: Server) -> None:
@@ -226,63 +211,3 @@ def steady_ratio(server: Server, budget: float) -> float:
 
 def realised(server: Server) -> float:
     return json.loads(server.send("/ace")[1])["realised"]
-
-
-# ---- the command, without an engine ------------------------------------------------------------------------------
-
-
-def ace(*options: str, **env: str) -> subprocess.CompletedProcess[str]:
-    command = [str(Path(sys.executable).parent / "ace"), "serve", *options]
-    return subprocess.run(
-        command, env={**environment(), **env}, capture_output=True, text=True, timeout=300, check=False
-    )
-
-
-@pytest.mark.vllm
-def test_command_line(case_of: Callable[[str], Case], mapped: Path, tmp_path: Path) -> None:
-    model = str(case_of("demo").model)
-    own = '{"gdn_prefill_backend": "triton"}'
-    done = ace(
-        model, "--plan", str(mapped), "--skip", "0.5", "--skip-decode", "0.2", "--kernels", "off", "-tp", "2",
-        "--additional-config", own, "--port", "80", "--dry-run",
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    command = json.loads(done.stdout)
-    config = json.loads(command[command.index("--additional-config") + 1])
-    assert config["ace"]["skip"] == {"prefill": 0.5, "decode": 0.2} and config["ace"]["kernels"] is False
-    assert config["gdn_prefill_backend"] == "triton" and command.count("--additional-config") == 1
-    assert command[-4:] == ["-tp", "2", "--port", "80"] and model in command
-
-
-@pytest.mark.vllm
-def test_command_line_refuses_before_vllm_starts(case_of: Callable[[str], Case], mapped: Path, tmp_path: Path) -> None:
-    model, glm = str(case_of("demo").model), str(case_of("glm4").model)
-    for options, reason in (
-        ((model, "--plan", str(tmp_path / "none")), "There is no plan at"),
-        ((glm, "--plan", str(mapped)), "The plan is of another model"),
-        ((model, "--plan", str(mapped), "--skip", "0.8"), "ace budget"),
-        ((model, "--plan", str(mapped), "--skip", "0.5", "--enable-lora"), "--enable-lora"),
-        ((model, "--plan", str(mapped), "--kernels", "fast"), "--kernels is"),
-    ):
-        done = ace(*options, "--dry-run")
-        assert done.returncode == 1 and reason in " ".join(done.stderr.split()), done.stderr
-
-
-@pytest.mark.vllm
-def test_plan_is_made_when_none_is_given(case_of: Callable[[str], Case], tmp_path: Path) -> None:
-    model = str(case_of("demo").model)
-    cache = {"ACE_CACHE": str(tmp_path / "cache")}
-    first = ace(model, "--dry-run", **cache)
-    assert first.returncode == 0 and "computing the tables" in " ".join(first.stderr.split()), first.stderr
-    (made,) = (tmp_path / "cache").glob("*.safetensors")
-    assert Plan.load(made).tables.keys() == Plan.load(case_of("demo").plan).tables.keys()
-    unmapped = ace(model, "--skip", "0.5", "--dry-run", **cache)
-    assert unmapped.returncode == 1 and "ace budget" in unmapped.stderr
-    text = tmp_path / "sample.txt"
-    text.write_text(TEXT.read_text(encoding="utf-8")[:20000], encoding="utf-8")
-    done = ace(model, "--skip", "0.5", "--text", str(text), "--dry-run", **cache)
-    assert done.returncode == 0, done.stderr
-    assert [t.budget for t in Plan.load(made).thresholds] == [0.5]
-    command = json.loads(done.stdout)
-    config = json.loads(command[command.index("--additional-config") + 1])
-    assert os.path.samefile(config["ace"]["plan"], made)

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from serving_parts import EXPERTS, experts, layer, routing
+from serving_parts import EXPERTS, experts, layer, routing, step
 from torch import Tensor
 
 from ace_moe.errors import IntegrationError
 from ace_moe.integrations.vllm import executor
-from ace_moe.integrations.vllm.executor import compact, mode_of, redirected
+from ace_moe.integrations.vllm.executor import TABLE, compact, redirected
 from ace_moe.integrations.vllm.settings import Settings
 
 
@@ -31,8 +31,7 @@ class Dense:
 
 
 def skipped(tokens: int, tau: float = 0.15) -> tuple[Tensor, Tensor, Tensor]:
-    own = layer(taus=(tau, tau))
-    gates, ids = own.route(*routing(tokens))
+    ids, gates = layer(taus=(tau, tau), step=step([1] * tokens)).decide(*routing(tokens))
     return torch.randn(tokens, 8, generator=torch.Generator().manual_seed(5)), gates, ids
 
 
@@ -103,7 +102,6 @@ MODES = [
 def test_only_listed_kernels_see_a_slot_without_expert(kernel: str, more: dict[str, Any], mode: str) -> None:
     """What reaches the kernel is recorded: −1 only where the mode is native."""
     module = experts(kernel, **dict(more))
-    assert mode_of(module, module.quant_method.moe_kernel.fused_experts)[0] == mode
     given: list[Tensor] = []
 
     def run(x: Tensor, topk_weights: Tensor, topk_ids: Tensor, **shared: Any) -> Tensor:
@@ -111,11 +109,55 @@ def test_only_listed_kernels_see_a_slot_without_expert(kernel: str, more: dict[s
         return torch.zeros_like(x)
 
     x, gates, ids = skipped(8)
-    own = executor.Executor(runner(module), layer(), Settings(kernels=False))
+    own = executor.Experts(runner(module), layer(), Settings(kernels=False))
     own(run, x, gates, ids)
+    chosen = own.layer.chosen
+    assert str(chosen) == mode and set(chosen.refused) == {"kernels", "native", "compact"} - {mode} - (
+        {"compact"} if mode == "native" else set()
+    )
     assert bool((given[0] < 0).any()) == (mode == "native")
     aware = module.quant_method.moe_kernel.fused_experts.__dict__.get("moe_sum")
-    assert (aware is executor.aware_sum) == (mode == "native" and kernel in executor.ALIGNED)
+    assert (aware is executor.aware_sum) == (mode == "native" and TABLE[kernel].aware)
+
+
+def test_reasons_are_said_in_words() -> None:
+    own = executor.Experts(runner(experts("FlashInferExperts")), layer(), Settings(kernels="auto"))
+    own.choose()
+    refused = own.layer.chosen.refused  # type: ignore[union-attr]
+    assert refused["native"] == "what FlashInferExperts does with a slot that has no expert is not known"
+    assert refused["compact"] == "it needs a value on the host" and "FlashInferExperts" in refused["kernels"]
+
+
+def test_redirect_may_be_asked_for() -> None:
+    own = executor.Experts(runner(experts("TritonExperts")), layer(), Settings(executor="redirect"))
+    own.choose()  # our kernels would be taken first, were the choice left to us
+    assert str(own.layer.chosen) == "redirect" and own.layer.chosen.refused["native"] == "redirect was asked for"  # type: ignore[union-attr]
+
+
+def test_our_kernels_up_to_a_number_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beyond it the engine's own way; the name in the report says both."""
+    from ace_moe.integrations.vllm.kernels import Kernels
+
+    def ours(run: Any, x: Tensor, gates: Tensor, ids: Tensor, **shared: Any) -> Tensor:
+        return torch.full_like(x, 7)
+
+    monkeypatch.setattr(Kernels, "of", classmethod(lambda *given, **more: ours))
+    own = executor.Experts(runner(experts("TritonExperts")), layer(), Settings(kernels=4))
+    for tokens, expected in ((4, 7), (5, 0)):
+        x, gates, ids = skipped(tokens)
+        out = own(lambda x, **more: torch.zeros_like(x), x, gates, ids)
+        assert (out == expected).all()
+    assert str(own.layer.chosen) == "native, kernels to 4 tokens"
+
+
+def test_padding_is_no_slot_for_any_way() -> None:
+    """Rows of −1 with gates that are not 0, as vLLM's routers leave them."""
+    x, gates, ids = skipped(5)
+    ids[3:] = -1
+    out = redirected(gates, ids)
+    assert (out[3:] == 0).all() and (out >= 0).all()
+    run = Dense()
+    assert (compact(run, x, gates, ids, None)[3:] == 0).all() and run.slots == int((ids >= 0).sum())
 
 
 def test_unknown_kernel_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -131,9 +173,9 @@ def test_monolithic_kernel_is_refused() -> None:
     module = experts("TrtLlmBf16ExpertsMonolithic")
     module.quant_method.is_monolithic = True
     with pytest.raises(IntegrationError, match="--moe-backend triton"):
-        executor.Executor(runner(module), layer(), Settings())(Dense(), *skipped(2))
+        executor.Experts(runner(module), layer(), Settings())(Dense(), *skipped(2))
 
 
 def test_kernel_that_gathers_tokens_before_routing_is_refused() -> None:
     with pytest.raises(IntegrationError, match="gathers the tokens of all ranks"):
-        executor.Executor(runner(experts("TritonExperts"), gathered=True), layer(), Settings()).choose()
+        executor.Experts(runner(experts("TritonExperts"), gathered=True), layer(), Settings()).choose()

@@ -49,7 +49,9 @@ def request(app: App, path: str, method: str = "GET", body: bytes = b"", headers
 def test_routes_and_keys() -> None:
     assert request(App(), "/other") == (200, b"vllm:a 1\n")
     status, body = request(App(), "/ace")
-    assert status == 200 and json.loads(body)["threshold"] == {"prefill": 0.1, "decode": 0.2}
+    report = json.loads(body)
+    assert status == 200 and report["threshold"] == {"prefill": 0.1, "decode": 0.2, "verify": 0.2}
+    assert report["executors"] == {"native": 2} and report["refused"] == {"kernels": "switched off"}
     app = App()
     assert request(app, "/ace", "POST", b'{"skip": 0.4, "reset": true}')[0] == 200
     assert app.calls == [("ace_reset", {}), ("ace_set", {"skip": 0.4})]
@@ -84,3 +86,5 @@ def test_metrics_are_added_to_vllms_page() -> None:
     assert 'ace:slots_kept_total{layer="2",phase="decode"} 4.0' in lines
     assert 'ace:realised_ratio{layer="2",phase="prefill"} 0.5' in lines
     assert 'ace:threshold{phase="decode"} 0.2' in lines and 'ace:budget{phase="decode"} 0.5' in lines
+    assert 'ace:threshold{phase="verify"} 0.2' in lines
+    assert not any(line.startswith("ace:slots") and "verify" in line for line in lines)  # nothing was drafted

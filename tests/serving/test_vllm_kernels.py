@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from serving_parts import EXPERTS, experts, layer, routing
+from serving_parts import EXPERTS, experts, layer, routing, step
 from torch import Tensor
 
 from ace_moe.integrations.vllm.kernels import Kernels, unfit
@@ -17,7 +17,7 @@ def unquantised(tokens: int) -> tuple[Any, Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(4)
     w13, w2 = (torch.randn(EXPERTS, *s, generator=generator) / 8 for s in ((64, 48), (48, 32)))
     module = experts("TritonExperts", device="cpu", w13_weight=w13, w2_weight=w2)
-    gates, ids = layer(taus=(0.15, 0.15)).route(*routing(tokens))
+    ids, gates = layer(taus=(0.15, 0.15), step=step([1] * tokens)).decide(*routing(tokens))
     return module, torch.randn(tokens, 48, generator=generator), gates, ids
 
 
@@ -34,7 +34,7 @@ def test_our_kernels_run_vllms_layout(tokens: int, dtype: torch.dtype, rtol: flo
     chosen = every.gather(1, ids.clamp(min=0).long().unsqueeze(-1).expand(-1, -1, 48))
     expected = (chosen * gates.unsqueeze(-1)).sum(1)
     module.w13_weight, module.w2_weight = (w.to(dtype) for w in (module.w13_weight, module.w2_weight))
-    found = kernels(x.to(dtype), gates, ids)
+    found = kernels(None, x.to(dtype), gates, ids)
     assert found.dtype == dtype
     torch.testing.assert_close(found.float(), expected, rtol=rtol, atol=atol)
 

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 
-from ace_moe.errors import BudgetError
+from ace_moe.demo import MODEL
+from ace_moe.errors import PlanError, PolicyError
 from ace_moe.integrations.vllm import engine_args
 from ace_moe.integrations.vllm.settings import EVERY, Settings, check_policy
+from ace_moe.plan import Plan, Routers
 from ace_moe.policies import make
 
 
 def test_engine_args() -> None:
-    found = engine_args("plan.safetensors", {"prefill": 0.5}, gain="none")
+    skip = {"prefill": 0.5, "decode": 0.2}
+    found = engine_args("plan.safetensors", skip, gain="none")
     ace = found["additional_config"]["ace"]
-    assert ace["plan"].startswith("/") and ace["skip"] == {"prefill": 0.5} and ace["gain"] == "none"
+    assert ace["plan"].startswith("/") and ace["skip"] == skip and ace["gain"] == "none"
     settings = Settings.from_dict(ace)
-    assert settings.policy_settings == {"gain": "none"} and settings.skip == {"prefill": 0.5}
+    assert settings.policy_settings == {"gain": "none"} and settings.skip == skip
 
 
 def test_kernels_setting() -> None:
@@ -25,8 +31,24 @@ def test_kernels_setting() -> None:
 
 
 def test_policies_that_decide_by_the_batch_are_refused() -> None:
-    for name in ("ace", "gsp", "rcr", "share", "top_p"):
+    for name in ("ace", "gsp", "rcr", "share", "top_p", "aimer", "relative"):
         check_policy(make(name))
     for name in ("oea", "xshare", "pesf", "oracle"):
-        with pytest.raises(BudgetError, match=f"{name}' cannot be served"):
+        with pytest.raises(PolicyError, match=f"{name}' cannot be served"):
             check_policy(make(name))
+
+
+def test_tables_that_come_from_weights_are_added(demo_plan: Plan, tmp_path: Path) -> None:
+    """A plan has those of the default policy; others are computed from the checkpoint when it is opened."""
+    given = {"plan": str(demo_plan.save(tmp_path / "plan.safetensors")), "policy": "aimer"}
+    plan, policy = Settings.from_dict(given).open(MODEL)
+    assert policy.tables == ("aimer",) and not plan.lacks(["aimer", "gsp", "rcr"])
+    assert Plan.load(tmp_path / "plan.safetensors").lacks(["aimer"])  # the file is left alone
+    other = Plan(demo_plan.tables, replace(demo_plan.fingerprint, routers=Routers("0" * 64)), "other")
+    given["plan"] = str(other.save(tmp_path / "other.safetensors"))
+    with pytest.raises(PlanError, match="other router weights"):
+        Settings.from_dict(given).open(MODEL)
+    plan, _ = Settings.from_dict({**given, "allow_other_weights": True}).open(MODEL)
+    assert not plan.lacks(["aimer"])
+    with pytest.raises(PlanError, match="modes"):
+        Settings.from_dict({**given, "policy": "modes"}).open(MODEL)

@@ -6,15 +6,17 @@ import copy
 import json
 import pickle
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from serving_parts import FOUND
+from serving_parts import FOUND, vllm_config
 
 from ace_moe.errors import IntegrationError, PlanError
 from ace_moe.integrations.vllm import skipping
+from ace_moe.plan import Plan
 
 
 def test_budgets_are_not_in_the_compile_hash(configured: Callable[..., Any]) -> None:
@@ -25,18 +27,20 @@ def test_budgets_are_not_in_the_compile_hash(configured: Callable[..., Any]) -> 
     assert copy.deepcopy(first.additional_config).skipping is skipping.find(first) is skipping.configure(first)
 
 
-def test_vllms_default_type_and_device_are_not_inherited(configured: Callable[..., Any]) -> None:
+def test_vllms_default_type_and_device_are_not_inherited(configured: Callable[..., Any], mapped: Path) -> None:
     """vLLM builds layers under the model's type and on its device; the plan is read and checked all the same."""
     torch.set_default_dtype(torch.bfloat16)
     try:
         with torch.device("meta"):
-            own = skipping.find(configured())
+            own = skipping.find(configured(plan=str(mapped), skip=0.5))
             made = own.add(0, "model.layers.0.mlp.experts", FOUND)
     finally:
         torch.set_default_dtype(torch.float32)
-    for tensor in (own.thresholds, *made.tables.values()):
+    (wanted,) = [t.threshold for t in Plan.load(mapped).thresholds if t.budget == 0.5]
+    assert made.tau[1:4].tolist() == [float(torch.tensor(wanted, dtype=torch.float32))] * 3  # not rounded to bf16
+    for tensor in (made.tau, made.factor, made.table_gsp, made.table_rcr):
         assert tensor.dtype == torch.float32 and tensor.device.type == "cpu"
-    assert made.counts.device.type == own.phases.buffer.device.type == "cpu"
+    assert made.counts.device.type == own.rows.buffer.device.type == "cpu"
 
 
 def test_no_configuration_no_skipping() -> None:
@@ -46,12 +50,46 @@ def test_no_configuration_no_skipping() -> None:
     assert skipping.configure(None) is None
 
 
+def test_a_draft_models_configuration_is_left_alone(configured: Callable[..., Any]) -> None:
+    """vLLM makes it from the engine's by `replace`, and pydantic copies our dictionary into a plain one."""
+    config = configured()
+    draft = SimpleNamespace(**vars(config) | {"additional_config": dict(config.additional_config)})
+    assert skipping.configure(draft) is None and skipping.find(draft) is None
+    assert draft.additional_config == {"ace": skipping.CONFIGURED, "other": 1}
+
+
+def test_tau_is_changed_where_layers_read_it(configured: Callable[..., Any]) -> None:
+    own = skipping.find(configured())
+    made = own.add(0, "model.layers.0.mlp.experts", FOUND)
+    where = made.tau.data_ptr()
+    own.set_threshold([0.1, 0.2])
+    assert made.tau[:4].tolist() == pytest.approx([0, 0.1, 0.2, 0.2]) and made.tau.data_ptr() == where
+    assert own.skip is None and made.tau[4:].sum() == 0
+
+
+@pytest.mark.parametrize(
+    ("part", "name", "value", "flag"),
+    [
+        ("vllm_config", "lora_config", object(), "--enable-lora"),
+        ("vllm_config", "speculative_config", SimpleNamespace(enable_adaptive_verification=True), "adaptive"),
+        ("parallel_config", "enable_dbo", True, "--enable-dbo"),
+        ("parallel_config", "prefill_context_parallel_size", 2, "--prefill-context-parallel-size"),
+        ("model_config", "enable_return_routed_experts", True, "--enable-return-routed-experts"),
+    ],
+)
+def test_what_would_be_wrong_or_silent_is_refused(part: str, name: str, value: Any, flag: str, tmp_path: Path) -> None:
+    config = vllm_config(tmp_path / "never read")
+    setattr(config if part == "vllm_config" else getattr(config, part), name, value)
+    with pytest.raises(IntegrationError, match=flag):
+        skipping.configure(config)
+
+
 def test_layers_are_checked_as_they_come(configured: Callable[..., Any]) -> None:
     own = skipping.find(configured())
-    assert own.add(0, "model.layers.0.mlp.experts", FOUND) is own.layers["0"]
+    assert own.add(0, "model.layers.0.mlp.experts", FOUND) is own.runtime.layers["0"]
     assert own.add(0, "draft_model.model.layers.0.mlp.experts", FOUND) is None
     assert own.add(6, "model.layers.6.mlp.experts", FOUND) is None  # an MTP head
     with pytest.raises(PlanError, match="layer 1 has experts 32 in the plan, 64 in the model"):
         own.add(1, "model.layers.1.mlp.experts", {**FOUND, "experts": 64})
     with pytest.raises(IntegrationError, match=r"vLLM runs layer 1 \(and 4 more\) outside"):
-        own.ready(SimpleNamespace())
+        own.ready()

@@ -10,6 +10,7 @@ and its attention copies the cache for every query head.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -17,7 +18,8 @@ from torch import Tensor
 from transformers import PreTrainedModel, StaticCache
 
 from ..errors import OptionError
-from ..skipper import Skipper
+from ..integrations.transformers import attached_to
+from ..runtime import Layer
 from .attention import IMPLEMENTATION, workspace
 from .layerwise import compiled_layers
 
@@ -65,9 +67,15 @@ class Decoder:
             )
         if self.cache.layers[0].is_initialized:
             self.rewind(0)
-        out = self.model(input_ids=ids, past_key_values=self.cache, logits_to_keep=1).logits[:, -1]
+        with self._phase("prefill"):
+            out = self.model(input_ids=ids, past_key_values=self.cache, logits_to_keep=1).logits[:, -1]
         self.rewind(ids.shape[1])
         return out
+
+    def _phase(self, phase: str) -> AbstractContextManager[None]:
+        """The decoder knows what its tokens are; nothing of it is computed in a step."""
+        found = attached_to(self.model)
+        return nullcontext() if found is None else found.phase(phase)
 
     def rewind(self, length: int) -> None:
         """Forget what came after the first `length` tokens."""
@@ -104,7 +112,8 @@ class Decoder:
         seen = (positions <= self._written).expand(self.batch, 1, 1, -1)
         here = self._written.view(1, 1).clone()  # a cache that counts by itself does so within the step
         options = {"past_key_values": self.cache, "position_ids": here, "attention_mask": seen}
-        out = self.model(input_ids=self.token, **options).logits[:, -1]
+        with self._phase("decode"):
+            out = self.model(input_ids=self.token, **options).logits[:, -1]
         if self.captured:
             self._written.add_(1)  # compiled layers leave it to us
         return out
@@ -112,7 +121,7 @@ class Decoder:
     def _capture(self) -> None:
         """Record a step. Warming up writes into the cache where the next step will write again, and is not counted."""
         model, before, start = self.model, self.model.config._attn_implementation, int(self._written)
-        counted = [(m, m.counts.clone()) for m in model.modules() if isinstance(m, Skipper)]
+        counted = [(m, m.counts.clone()) for m in model.modules() if isinstance(m, Layer)]
         workspace(model.device)
         model.set_attn_implementation(self.attention)
         try:
@@ -124,8 +133,8 @@ class Decoder:
                 self.graph = graph
         finally:
             model.set_attn_implementation(before)
-            for skipper, counts in counted:
-                skipper.counts.copy_(counts)
+            for layer, counts in counted:
+                layer.counts.copy_(counts)
 
     def _warm_up(self, start: int) -> None:
         stream = torch.cuda.Stream()

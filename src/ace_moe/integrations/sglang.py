@@ -21,9 +21,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..ace import ACE
-from ..errors import IntegrationError
-from ..policies import Routing
+from ..errors import IntegrationError, OptionError
+from ..plan import Plan
+from ..policies import Policy
+from ..runtime import PADDING, Layer, Runtime, merge, row_of
+from ..runtime.settings import Skip, thresholds
 from .vllm.settings import Settings
 
 TARGET = "sglang.srt.layers.moe.topk._post_process_topk_ids"
@@ -31,32 +33,41 @@ VARIABLE = "ACE_SGLANG"
 SKIPPED = -1
 
 
-class Skipping:
-    """The rule for all layers of a process; tables move to the device of the first ids they meet."""
+class Padded:
+    """Rows from the ids themselves: the hook does not see phases, and −1 is how SGLang marks padding."""
 
-    def __init__(self, ace: ACE):
-        self.ace = ace
-        self.tables: dict[str, dict[str, Tensor]] = {}
-        self.counts: dict[str, Tensor] = {}
-        self.threshold: Tensor | None = None
+    counting = True
+
+    def __init__(self) -> None:
+        self.ids: Tensor | None = None
+
+    def rows(self, tokens: int, device: torch.device) -> Tensor:
+        assert self.ids is not None
+        padding = (self.ids < 0).any(-1)
+        return torch.where(padding, PADDING, row_of("decode")).to(torch.int8)
+
+    def length(self, tokens: int) -> int:
+        return 0
+
+
+class Skipping:
+    """The rule for all layers of a process; a layer is made on the device of the first ids it meets."""
+
+    def __init__(self, plan: Plan, policy: Policy, skip: Skip):
+        self.runtime, self.tokens, self.skip = Runtime(plan, policy), Padded(), skip
+        self.runtime.set(thresholds(plan, policy, skip))
 
     def decide(self, layer_id: int | None, ids: Tensor, gates: Tensor) -> tuple[Tensor, Tensor]:
         """ids, gates [T, k] → keep [T, k] and the new gates [T, k]. Rows of padding (ids −1) stay as they are."""
-        key = self._key(layer_id, ids)
-        padding = (ids < 0).any(-1)
-        assert self.threshold is not None
-        routing = Routing(ids.clamp(min=0).long(), gates, self.tables[key], self.threshold)
-        decision = self.ace.policy.route(routing)
-        keep = decision.keep | padding.unsqueeze(-1)
-        real = ~padding.unsqueeze(-1).expand_as(keep)
-        self.counts[key] += torch.stack([real.sum(), (keep & real).sum()])
-        return keep, torch.where(padding.unsqueeze(-1), gates, decision.gates)
+        layer, padding = self._layer(str(layer_id), ids), (ids < 0).any(-1, keepdim=True)
+        self.tokens.ids = ids
+        found, new = layer.decide(ids.clamp(min=0).long(), gates)
+        return (found != SKIPPED) | padding, torch.where(padding, gates, new)
 
-    def _key(self, layer_id: int | None, ids: Tensor) -> str:
-        key = str(layer_id)
-        if key in self.counts:
-            return key
-        structure = self.ace.plan.fingerprint["structure"]
+    def _layer(self, key: str, ids: Tensor) -> Layer:
+        if key in self.runtime.layers:
+            return self.runtime.layers[key]
+        structure = self.runtime.plan.fingerprint.structure
         if key not in structure:
             raise IntegrationError(f"The plan has no layer {key}; it is of another model. Build one with `ace tables`.")
         if structure[key]["top_k"] != ids.shape[-1]:
@@ -64,16 +75,13 @@ class Skipping:
                 f"The plan is of another model: layer {key} has top_k {structure[key]['top_k']} in the plan, {ids.shape[-1]} in "
                 "the model. Build one with `ace tables`."
             )
-        names = self.ace.policy.needs
-        self.tables[key] = {name: self.ace.plan.tables[key][name].to(ids.device) for name in names}
-        self.counts[key] = torch.zeros(2, dtype=torch.int64, device=ids.device)
-        if self.threshold is None:  # one τ for both phases: the hook does not know which one a token is in
-            self.threshold = self.ace.thresholds[1].to(ids.device)
-        return key
+        layer = self.runtime.add(key, SKIPPED, ids.device, kernels=ids.device.type == "cuda", opaque=False)
+        layer.tokens = self.tokens
+        return layer
 
-    def report(self) -> dict[str, list[int]]:
-        """Routed and kept slots by layer."""
-        return {key: counts.tolist() for key, counts in self.counts.items()}
+    def report(self) -> dict[str, Any]:
+        """As everywhere; all slots count as decode."""
+        return merge([self.runtime.part(skip=self.skip)])
 
 
 def around(skipping: Skipping) -> Callable[..., Any]:
@@ -108,5 +116,5 @@ def register() -> None:
 
     settings = Settings.from_dict(json.loads(given))
     if settings.plan is None or isinstance(settings.skip, dict):
-        raise IntegrationError("In SGLang give a plan and one budget for both phases: the hook does not see phases.")
-    HookRegistry.register(TARGET, around(Skipping(settings.open(""))), HookType.AROUND)
+        raise OptionError("In SGLang give a plan and one budget for both phases: the hook does not see phases.")
+    HookRegistry.register(TARGET, around(Skipping(*settings.open(None), settings.skip)), HookType.AROUND)

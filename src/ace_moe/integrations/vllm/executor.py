@@ -1,93 +1,136 @@
 """Running only the kept slots in vLLM's kernels: what id −1 means differs by back end, so each has its own way.
 
+    kernels   our kernels in place of vLLM's, where the layer is one they know
     native    −1 goes to the kernel, which leaves the slot out; sums skip its row, which was never written
     compact   kept (token, slot) pairs become a problem with one slot per token (CPU kernels; needs a host value)
     redirect  the slot points at the token's own top expert with gate 0: no expert is read for it, but its products are
               still computed; right with any kernel
-    ours      our kernels in place of vLLM's, where the layer is one they know
 
-A kernel that is not on the list never sees −1: some of them index memory with it.
+A kernel that is not in the table never sees −1: some of them index memory with it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ...dispatch.compact import kept_alone
 from ...errors import IntegrationError
-from .layer import Layer
+from ...runtime import Layer
+from ...runtime.executors import Chosen, Executor, Offer, choose, kept_alone
 from .settings import EVERY, Settings, logger
 
 Run = Callable[..., Tensor]  # RoutedExperts.forward_modular of the layer
 PLAIN = "MoEPrepareAndFinalizeNoDPEPModular"
 PASSING = {PLAIN, "MoEPrepareAndFinalizeNaiveDPEPModular"}  # ids reach the kernel as they are
 DEEPEP = {"DeepEPHTPrepareAndFinalize", "DeepEPV2PrepareAndFinalize", "DeepEPLLPrepareAndFinalize"}
-ALIGNED = {"TritonExperts", "MarlinExperts"}  # moe_align_block_size drops −1; their sum must know of it
-DROPPING = {"DeepGemmExperts", "BatchedTritonExperts", "BatchedDeepGemmExperts"}
-WITH_MAP = {"CutlassExpertsFp8"}  # only under expert parallelism, where an expert map translates −1
 
 
-class Executor:
-    """The way one layer's experts run; chosen when vLLM has built its kernel: after loading, or at the first pass."""
+class Mode(NamedTuple):
+    """What a class of vLLM's does with a slot that has no expert, and how that is known."""
+
+    way: str
+    evidence: str
+    aware: bool = False  # its sum over slots must be told which rows were never written
+    mapped: bool = False  # only under expert parallelism, where an expert map translates −1
+
+
+TABLE: dict[str, Mode] = {
+    "TritonExperts": Mode("native", "run on an H200, and in Triton's interpreter with poisoned rows", aware=True),
+    "MarlinExperts": Mode("native", "not tried; read: its alignment drops −1", aware=True),
+    "DeepGemmExperts": Mode("native", "not tried; read: counts, scatters and gathers test for −1"),
+    "BatchedTritonExperts": Mode("native", "not tried; read: sees numbers of tokens, not ids"),
+    "BatchedDeepGemmExperts": Mode("native", "not tried; read: sees numbers of tokens, not ids"),
+    "CutlassExpertsFp8": Mode("native", "not tried; read: the expert map translates −1", mapped=True),
+}
+
+
+class Native:
+    name = "native"
+
+    def __call__(self, run: Run, x: Tensor, gates: Tensor, ids: Tensor, **shared: Any) -> Tensor:
+        return run(x=x, topk_weights=gates, topk_ids=ids, **shared)
+
+
+class Redirect:
+    name = "redirect"
+
+    def __call__(self, run: Run, x: Tensor, gates: Tensor, ids: Tensor, **shared: Any) -> Tensor:
+        return run(x=x, topk_weights=gates, topk_ids=redirected(gates, ids), **shared)
+
+
+class Compact:
+    """Only kept slots of experts on this rank reach the kernel. CPU only: a host value."""
+
+    name = "compact"
+
+    def __init__(self, experts: Any):
+        self.experts = experts
+
+    def __call__(self, run: Run, x: Tensor, gates: Tensor, ids: Tensor, **shared: Any) -> Tensor:
+        return compact(run, x, gates, ids, self.experts.expert_map)
+
+
+class UpTo:
+    """Our kernels for steps of up to a number of tokens, another way beyond."""
+
+    def __init__(self, ours: Executor, tokens: int, other: Executor):
+        self.ours, self.tokens, self.other = ours, tokens, other
+        self.name = f"{other.name}, kernels to {tokens} tokens"
+
+    def __call__(self, run: Run, x: Tensor, gates: Tensor, ids: Tensor, **shared: Any) -> Tensor:
+        way = self.ours if x.shape[0] <= self.tokens else self.other
+        return way(run, x, gates, ids, **shared)
+
+
+class Experts:
+    """The experts of one layer; how they run is chosen when vLLM has built its kernel: after loading, or at the first pass."""
 
     def __init__(self, runner: Any, layer: Layer, settings: Settings):
         self.runner, self.experts, self.layer, self.settings = runner, runner.routed_experts, layer, settings
-        self.mode, self.kernel_tokens = "", 0
-        self.ours: Any = None
-        layer.choose_executor = self.choose
 
     def __call__(self, run: Run, x: Tensor, gates: Tensor, ids: Tensor, **shared: Any) -> Tensor:
         """x [T, d], gates and ids [T, k] with −1 at skipped slots → [T, d]."""
-        if not self.mode:
+        if self.layer.chosen is None:
             self.choose()
-        if x.shape[0] <= self.kernel_tokens:
-            return self.ours(x, gates, ids)
-        if self.mode == "native":
-            return run(x=x, topk_weights=gates, topk_ids=ids, **shared)
-        if self.mode == "compact":
-            return compact(run, x, gates, ids, self.experts.expert_map)
-        return run(x=x, topk_weights=gates, topk_ids=redirected(gates, ids), **shared)
+        return self.layer.chosen.executor(run, x, gates, ids, **shared)  # type: ignore[union-attr]
 
     def choose(self) -> None:
         """By the kernel vLLM has built; once."""
-        if self.mode:
+        if self.layer.chosen is not None:
             return
         refuse_monolithic(self.experts)
         refuse_gathered(self.runner)
-        kernel = kernel_of(self.experts)
-        self.mode, why = mode_of(self.experts, kernel)
-        if self.settings.executor == "redirect":
-            self.mode, why = "redirect", "the configuration asks for it"
-        if self.mode == "native":
+        kernel, settings = kernel_of(self.experts), self.settings
+        wanted = "redirect" if settings.executor == "redirect" else "auto"
+        theirs = choose(theirs_of(self.experts, kernel), wanted, self.experts.layer_name)
+        self.layer.chosen = self._with_ours(kernel, theirs)
+        if isinstance(theirs.executor, Native):
             make_sums_aware(kernel)
-        if self.mode == "redirect":
-            warn_redirect(type(kernel).__name__, why)
-        self._take_ours(kernel)
-        self.layer.executor = self._name()
+        if isinstance(theirs.executor, Redirect) and self.layer.chosen.executor.name != "kernels":
+            warn_redirect(type(kernel).__name__, theirs.refused["native"])
 
-    def _name(self) -> str:
-        if self.kernel_tokens == EVERY:
-            return "ours"
-        return f"{self.mode}, ours to {self.kernel_tokens} tokens" if self.kernel_tokens else self.mode
-
-    def _take_ours(self, kernel: Any) -> None:
-        wanted = self.settings.kernel_tokens
-        if not wanted:
-            return
+    def _with_ours(self, kernel: Any, theirs: Chosen) -> Chosen:
+        """Our kernels in front of vLLM's, where they can run and are wanted."""
+        settings = self.settings
+        tokens, auto = settings.kernel_tokens, settings.kernels == "auto"
+        if not tokens or (auto and settings.executor != "auto"):
+            why = "switched off" if not tokens else f"{settings.executor} was asked for"
+            return Chosen(theirs.executor, {"kernels": why, **theirs.refused})
         from .kernels import Kernels
 
-        auto = self.settings.kernels == "auto"
         found = Kernels.of(self.experts, kernel, measured=auto)
-        if isinstance(found, Kernels):
-            self.ours, self.kernel_tokens = found, wanted
-        elif not auto:
+        if isinstance(found, str):
+            if auto:
+                return Chosen(theirs.executor, {"kernels": found, **theirs.refused})
             raise IntegrationError(
                 f'Our kernels cannot run {self.experts.layer_name}: {found}. Leave out `kernels`, or set it to "auto".'
             )
+        if tokens == EVERY:
+            return Chosen(found)
+        return Chosen(UpTo(found, tokens, theirs.executor), theirs.refused)
 
 
 # ---- which way --------------------------------------------------------------------------------------------------
@@ -116,17 +159,17 @@ def kernel_of(experts: Any) -> Any:
     return getattr(getattr(experts.quant_method, "moe_kernel", None), "fused_experts", None)
 
 
-def mode_of(experts: Any, kernel: Any) -> tuple[str, str]:
-    """(native | compact | redirect, why not native)."""
+def theirs_of(experts: Any, kernel: Any) -> dict[str, Offer]:
+    """The ways to use the kernel that vLLM has built, best first."""
     prepare = getattr(experts.quant_method.moe_kernel, "prepare_finalize", None) if kernel is not None else None
-    if experts.moe_config.device is not None and torch.device(experts.moe_config.device).type == "cpu":
-        if type(prepare).__name__ == PLAIN:
-            return "compact", "CPU kernels index memory with −1"
-        return "redirect", "ranks exchange tokens in front of this CPU kernel, which indexes memory with −1"
-    for check in (_dispatch_reason(prepare), _kernel_reason(experts, kernel)):
-        if check:
-            return "redirect", check
-    return "native", ""
+    on_cpu = experts.moe_config.device is not None and torch.device(experts.moe_config.device).type == "cpu"
+    why = "CPU kernels index memory with −1" if on_cpu else _dispatch_reason(prepare) or _kernel_reason(experts, kernel)
+    apart = "ranks exchange tokens in front of the kernel" if type(prepare).__name__ != PLAIN else ""
+    return {
+        "native": lambda: why or Native(),
+        "compact": lambda: apart or ("" if on_cpu else "it needs a value on the host") or Compact(experts),
+        "redirect": Redirect,
+    }
 
 
 def _dispatch_reason(prepare: Any) -> str:
@@ -146,9 +189,8 @@ def _kernel_reason(experts: Any, kernel: Any) -> str:
     if name == "TritonOrDeepGemmExperts":
         parts = (kernel.experts, kernel.fallback_experts)
         return next((why for part in parts if (why := _kernel_reason(experts, part))), "")
-    if name in DROPPING or (name in WITH_MAP and experts.expert_map is not None):
-        return ""
-    if name not in ALIGNED:
+    mode = TABLE.get(name)
+    if mode is None or mode.way != "native" or (mode.mapped and experts.expert_map is None):
         return f"what {name} does with a slot that has no expert is not known"
     if getattr(kernel, "_lora_context", None) is not None:
         return "LoRA aligns all routed slots itself"
@@ -170,7 +212,7 @@ def make_sums_aware(kernel: Any) -> None:
     """Rows of skipped slots are never written: the sum over slots has to be told which they are, also without EP."""
     parts: tuple[Any, ...] = (kernel, getattr(kernel, "experts", None), getattr(kernel, "fallback_experts", None))
     for part in parts:
-        if type(part).__name__ in ALIGNED:
+        if (mode := TABLE.get(type(part).__name__)) is not None and mode.aware:
             part.moe_sum = aware_sum
 
 
@@ -199,8 +241,8 @@ def warn_redirect(name: str, why: str) -> None:
 
 
 def redirected(gates: Tensor, ids: Tensor) -> Tensor:
-    """ids with the token's top expert in place of −1; the gate there is 0 already."""
-    top = ids.gather(-1, gates.argmax(-1, keepdim=True))
+    """ids with the token's top expert in place of −1; the gate there is 0 already. Padding, all −1, goes to expert 0."""
+    top = ids.gather(-1, gates.argmax(-1, keepdim=True)).clamp(min=0)
     return torch.where(ids < 0, top, ids)
 
 

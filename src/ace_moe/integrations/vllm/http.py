@@ -17,7 +17,7 @@ import secrets
 from typing import Any
 
 from ...errors import AceError, OptionError, brief
-from .control import merge
+from .control import together
 from .metrics import exposition
 
 PATH = "/ace"
@@ -88,7 +88,7 @@ async def _lines(scope: Any) -> bytes:
 async def ask(scope: Any, method: str, **arguments: Any) -> dict[str, Any]:
     """One answer from all workers."""
     client = scope["app"].state.engine_client
-    return merge(await asyncio.wait_for(client.collective_rpc(method, kwargs=arguments), PATIENCE))
+    return together(await asyncio.wait_for(client.collective_rpc(method, kwargs=arguments), PATIENCE))
 
 
 # ---- /ace -------------------------------------------------------------------------------------------------------

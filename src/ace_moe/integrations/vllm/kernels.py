@@ -13,6 +13,8 @@ from ...kernels.activation import SILU, Activation
 class Kernels:
     """Unquantised gated SiLU experts in vLLM's Triton layout: w13 [E, 2m, d] gate then up, w2 [E, d, m]."""
 
+    name = "kernels"
+
     def __init__(self, experts: Any):
         from ...kernels.experts import Layout
 
@@ -31,12 +33,13 @@ class Kernels:
             return "they were not measured on this GPU"
         return reason or cls(experts)
 
-    def __call__(self, x: Tensor, gates: Tensor, ids: Tensor) -> Tensor:
+    def __call__(self, run: Any, x: Tensor, gates: Tensor, ids: Tensor, **shared: Any) -> Tensor:
         """x [T, d], gates and ids [T, k] → [T, d]; ids outside [0, E) are not run."""
-        from ...kernels.experts import Weights, run
+        from ...kernels.experts import Weights
+        from ...kernels.experts import run as run_kept
 
         weights = Weights(self.experts.w13_weight, self.experts.w2_weight, None, None, self.layout)
-        return run(x, ids, gates, weights)
+        return run_kept(x, ids, gates, weights)
 
 
 def unfit(experts: Any, kernel: Any) -> str:

@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import importlib
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from ...errors import IntegrationError
-from ...kernels.routing import TopK
-from .executor import Executor, refuse_monolithic
+from .executor import Experts, refuse_monolithic
 from .skipping import Skipping, configure
+
+if TYPE_CHECKING:
+    from ...kernels.routing import TopK
 
 RUNNERS = (
     ("vllm.model_executor.layers.fused_moe.runner.moe_runner", "MoERunner"),
@@ -72,9 +74,18 @@ def _experts(stock: type) -> type:
 
 
 def _current() -> Skipping | None:
+    """The skipping of the model that is being built; None without a configuration, and for a draft model."""
     from vllm.config import get_current_vllm_config_or_none
 
-    return configure(get_current_vllm_config_or_none())
+    return None if _is_draft() else configure(get_current_vllm_config_or_none())
+
+
+def _is_draft() -> bool:
+    """vLLM tags what it builds. A layer's number does not tell: a draft's may begin at 0, where a later stage has none."""
+    from vllm.compilation import backends
+
+    tag = getattr(backends, "model_tag", "backbone")
+    return tag.endswith("_head") or tag in ("draft_model", "extract_hidden_states")
 
 
 def attach(runner: Any, skipping: Skipping) -> None:
@@ -96,8 +107,11 @@ def attach(runner: Any, skipping: Skipping) -> None:
     if config.is_sequence_parallel:
         from vllm.distributed import get_tensor_model_parallel_rank
 
-        layer.start, layer.split = get_tensor_model_parallel_rank(), True
-    runner.ace_layer, runner.ace_executor = layer, Executor(runner, layer, skipping.settings)
+        skipping.divide(layer, get_tensor_model_parallel_rank())
+    executor = Experts(runner, layer, skipping.settings)
+    skipping.later.append(executor.choose)
+    for name, part in (("ace_layer", layer), ("ace_executor", executor)):
+        object.__setattr__(runner, name, part)  # not as a child module: vLLM looks through those
     runner.router.__class__ = ruled_router(runner.router.__class__)
     experts.__class__ = sparing_experts(experts.__class__)
     runner.router.ace_top_k = plain_top_k(runner.router) if layer.has_kernel and skipping.settings.fuses else None
@@ -107,6 +121,8 @@ def attach(runner: Any, skipping: Skipping) -> None:
 
 def plain_top_k(router: Any) -> TopK | None:
     """The router as our kernel can take it over: vLLM's default one, and no other."""
+    from ...kernels.routing import TopK
+
     if type(router).__mro__[1].__name__ != "FusedTopKRouter" or router.scoring_func not in ("softmax", "sigmoid"):
         return None
     return TopK(router.top_k, router.scoring_func == "sigmoid", router.renormalize)
@@ -132,14 +148,16 @@ def ruled_router(stock: type) -> type:
         self: Any, hidden_states: Tensor, router_logits: Tensor, indices_type: Any, *, input_ids: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         layer, plain = self.ace_runner.ace_layer, self.ace_top_k
-        if plain is not None:
-            return layer.route_logits(router_logits, plain, indices_type or torch.int32)
+        if plain is not None and not layer.observers:
+            ids, gates = layer.route(router_logits, plain, torch.float32, indices_type or torch.int32)
+            return gates, ids
         gates, ids = stock._compute_routing(  # type: ignore[attr-defined]
             self, hidden_states, router_logits, indices_type, input_ids=input_ids
         )
         if ids.device.type == "cpu":  # Dynamo traces this; elsewhere it runs inside vLLM's own opaque operator
             return torch.ops.vllm.ace_route(gates, ids, self.ace_runner.layer_name)
-        return layer.route(gates, ids)
+        ids, gates = layer.decide(ids, gates)
+        return gates, ids
 
     return type(f"Ruled{stock.__name__}", (stock,), {"_compute_routing": _compute_routing, "__module__": __name__})
 
@@ -179,7 +197,8 @@ def _layer(name: str) -> Any:
 
 
 def _route(gates: Tensor, ids: Tensor, name: str) -> tuple[Tensor, Tensor]:
-    return _layer(name).ace_layer.route(gates, ids)
+    ids, gates = _layer(name).ace_layer.decide(ids, gates)
+    return gates, ids
 
 
 def _route_shape(gates: Tensor, ids: Tensor, name: str) -> tuple[Tensor, Tensor]:

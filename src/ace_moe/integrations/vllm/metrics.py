@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-PHASES = ("prefill", "decode")
+from ...runtime.rows import PHASES
+from ...runtime.settings import by_phase
 
 
 def exposition(report: Mapping[str, Any]) -> str:
@@ -51,13 +52,11 @@ class _Collector:
 
     def _by_layer(self, family: Any, name: str) -> Any:
         for layer, phases in self.report["layers"].items():
-            for phase in PHASES:
+            for phase in (p for p in PHASES if p in phases):
                 family.add_metric([layer, phase], phases[phase][name])
         return family
 
 
 def budget_of(skip: Any, phase: str) -> float | None:
     """The budget asked for in a phase; None where only a threshold was set."""
-    if isinstance(skip, Mapping):
-        return float(skip.get(phase, skip.get("both", 0.0)))
-    return None if skip is None else float(skip)
+    return None if skip is None else float(by_phase(skip)[phase])

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import logging
-import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from ...ace import ACE, Skip
 from ...checkpoint import MoEModel
-from ...errors import OptionError, OutputError, PolicyError
+from ...errors import OptionError, PolicyError
 from ...plan import Plan
-from ...policies import Policy, TokenPolicy
+from ...policies import Policy, TokenPolicy, choose
+from ...runtime.settings import Skip, check_tables
+from ...tables import TABLES
+from ...tables.build import add_tables, automatic_plan
 
 logger = logging.getLogger("vllm.ace_moe")
 EXECUTORS = ("auto", "redirect")
@@ -29,7 +30,7 @@ class Settings:
 
     plan: str | None = None
     skip: Skip = 0.0
-    policy: str = "ace"
+    policy: str | Policy = "ace"
     preset: str | None = None
     workload: str | None = None
     allow_other_weights: bool = False
@@ -75,75 +76,37 @@ class Settings:
         """Up to how many tokens our kernels run the experts, where they can."""
         return EVERY if self.kernels == "auto" or self.kernels is True else int(self.kernels)
 
-    def open(self, model: str | Path) -> ACE:
-        """The plan in use: thresholds looked up, policy checked; same errors and words as in transformers."""
+    def open(self, model: str | Path | None) -> tuple[Plan, Policy]:
+        """The plan and the policy, checked; same errors and words as in transformers. Tables it lacks are made from the
+        checkpoint's weights, where that is known."""
+        policy = choose(self.policy, self.preset, **self.policy_settings)
+        check_policy(policy)
+        if model is None:
+            plan = Plan.load(self.plan)  # type: ignore[arg-type]
+            check_tables(plan, policy, set())
+            return plan, policy
         plan = Plan.load(self.plan) if self.plan else automatic_plan(model)
-        ace = ACE(
-            plan,
-            self.skip,
-            policy=self.policy,
-            preset=self.preset,
-            workload=self.workload,
-            allow_other_weights=self.allow_other_weights,
-            **self.policy_settings,
-        )
-        check_policy(ace.policy)
-        return ace
+        check_tables(plan, policy, set(TABLES))
+        if plan.lacks(policy.tables) and self.allow_other_weights:  # or adding to the plan would be refused
+            plan = plan.check_model(MoEModel.open(model).fingerprint(), allow_other_weights=True)
+        return add_tables(plan, policy.tables, model), policy
 
 
 def check_policy(policy: Policy) -> None:
     """Only methods that decide a token by its gates and tables can be served: batches there mix requests."""
-    if isinstance(policy, TokenPolicy) and not policy.needs_logits and not policy.needs_norms:
+    if isinstance(policy, TokenPolicy) and policy.token_local and not policy.needs_logits and not policy.needs_norms:
         return
     why = "it decides by the batch or the sequence, which mix requests in a server"
     if policy.needs_logits or policy.needs_norms:
         why = "it needs router logits or expert outputs beside the gates"
     raise PolicyError(
-        f"Policy {policy.name!r} cannot be served: {why}. Policies ace, gsp, rcr, share and other token policies can."
+        f"Policy {policy.key!r} cannot be served: {why}. Policies ace, gsp, rcr, share and other token policies can."
     )
 
 
 def check_content(plan: Plan, model: str | Path, allow_other_weights: bool) -> None:
-    """Refuse a plan made from other weights than the checkpoint's. Reads its router rows, nothing else."""
+    """Refuse a plan made from other weights than the checkpoint's. Reads its router rows and a few of its experts'."""
     if allow_other_weights:
         logger.warning("ACE: the plan may be of other weights than the model's (allow_other_weights).")
         return
     plan.check_model(MoEModel.open(model).fingerprint())
-
-
-# ---- a plan when none is given ----------------------------------------------------------------------------------
-
-
-def cache_folder() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(os.environ.get("ACE_CACHE") or Path(base) / "ace-moe")
-
-
-def automatic_plan_path(model: str | Path) -> tuple[Path, MoEModel]:
-    moe = MoEModel.open(model)
-    return cache_folder() / f"{moe.name}-{moe.content()[:16]}.safetensors", moe
-
-
-def automatic_plan(
-    model: str | Path, say: Callable[[str], None] = logger.warning, tick: Callable[[], None] = lambda: None
-) -> Plan:
-    """The model's tables from the cache, or computed and kept there. One process computes, the others wait."""
-    from filelock import FileLock
-
-    from ...offline import build_plan
-
-    path, moe = automatic_plan_path(model)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(f"{path}.lock"):
-            if not path.exists():
-                say(f"ACE: no plan was given; computing the tables of {moe.name} ({len(moe)} layers) into {path}.")
-                build_plan(moe, tick=tick).save(path)
-            else:
-                say(f"ACE: no plan was given; using the one made earlier at {path}.")
-    except OSError as error:
-        raise OutputError(
-            f"A plan could not be kept in {path.parent} ({error.strerror or error}). Make one with `ace tables {model} -o "
-            "plan.safetensors` and name it with --plan, or set ACE_CACHE to a folder that can be written."
-        ) from error
-    return Plan.load(path)

@@ -1,22 +1,25 @@
-"""The skipping of one engine in one process: plan, thresholds on the device, phases, and its layers."""
+"""The skipping of one engine in one process: its runtime, the rows of its steps, and how vLLM's layers join it."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from ...ace import Skip
 from ...errors import IntegrationError, PlanError
 from ...plan import structure_difference
+from ...runtime import Layer, Part, Runtime
+from ...runtime.settings import Skip, check_threshold, thresholds
 from . import KEY
-from .layer import Layer
-from .phases import Phases, decode_length, listen
+from .rows import Rows, Share, listen
 from .settings import Settings, check_content, logger
+
+SKIPPED = -1  # the id of a skipped slot: what vLLM itself gives padding
+BUDGETS = 16  # rows for requests with budgets of their own
+CONFIGURED = "(configured)"  # what is left of the `ace` part once it was read
 
 
 class Configured(dict[str, Any]):
@@ -43,107 +46,122 @@ def configure(vllm_config: Any) -> Skipping | None:
     additional = getattr(vllm_config, "additional_config", None)
     if isinstance(additional, Configured):
         return additional.skipping
-    if not isinstance(additional, dict) or KEY not in additional:
-        return None
+    if not isinstance(additional, dict) or additional.get(KEY, CONFIGURED) == CONFIGURED:
+        return None  # no ACE, or the configuration of a draft model, copied from one that was read
     skipping = Skipping(vllm_config, Settings.from_dict(additional[KEY]))
     # what shapes the compiled graph is that our operators are in it, not which budget they use
-    vllm_config.additional_config = Configured({**additional, KEY: True})
+    vllm_config.additional_config = Configured({**additional, KEY: CONFIGURED})
     vllm_config.additional_config.skipping = skipping
     listen(find)
     return skipping
 
 
 class Skipping:
-    """Layers register themselves as vLLM builds them; `set_skip` and `report` serve the control side."""
+    """Layers register themselves as vLLM builds them; `set_skip` and `part` serve the control side."""
 
     def __init__(self, vllm_config: Any, settings: Settings):
         refuse_unsupported(vllm_config)
         self.settings, self.model = settings, vllm_config.model_config.model
         with _plain_torch():
-            self.ace = settings.open(self.model)
+            plan, policy = settings.open(self.model)
             if _first_rank():
-                check_content(self.ace.plan, self.model, settings.allow_other_weights)
+                check_content(plan, self.model, settings.allow_other_weights)
         self.decoder_layers = int(vllm_config.model_config.hf_text_config.num_hidden_layers)
         self.whole = vllm_config.parallel_config.pipeline_parallel_size == 1
         self.device = torch.device(vllm_config.device_config.device)
-        self.phases = Phases(vllm_config.scheduler_config.max_num_batched_tokens, self.device)
-        self.thresholds = self.ace.thresholds.to(self.device)
-        self.skip: Skip | None = settings.skip
-        self.layers: dict[str, Layer] = {}
-        logger.info("ACE: policy %s, %s", json.dumps(self.ace.policy.settings), self.describe())
+        self.rows = Rows(vllm_config.scheduler_config.max_num_batched_tokens, self.device)
+        self.runtime = Runtime(plan, policy, BUDGETS)
+        self.skip: Skip | None = None
+        self.split = False
+        self.later: list[Callable[[], None]] = []  # what waits for vLLM's kernels: executors are chosen then
+        self.set_skip(settings.skip)
+        logger.info("ACE: policy %s", json.dumps(policy.settings))
+
+    @property
+    def policy(self) -> Any:
+        return self.runtime.policy
 
     def describe(self) -> str:
-        prefill, decode = self.ace.thresholds.tolist()
-        return f"budget {self.skip!r}: τ = {prefill:.6f} in prefill, {decode:.6f} in decode"
+        prefill, decode, verify = self.runtime.state.tau[1:4].tolist()
+        return f"budget {self.skip!r}: τ = {prefill:.6f} in prefill, {decode:.6f} in decode, {verify:.6f} in verify"
 
     # ---- layers -------------------------------------------------------------------------------------------------
 
     def add(self, index: int, name: str, found: Mapping[str, int]) -> Layer | None:
         """The layer with this decoder number; None for a draft model's layer, which is left as it is."""
-        key = str(index)
-        structure = self.ace.plan.fingerprint["structure"]
-        if key in self.layers or index >= self.decoder_layers:  # the model itself is built before its drafts
+        key, plan = str(index), self.runtime.plan
+        structure = plan.fingerprint.structure
+        if key in self.runtime.layers or index >= self.decoder_layers:  # the model itself is built before its drafts
             logger.warning("ACE: %s is of a draft model, of which the plan knows nothing: left unskipped.", name)
             return None
         if key not in structure:
             raise PlanError(
-                f"The plan has no layer {key} ({name}); it is of another model ({self.ace.plan.model or 'unnamed'}) or this "
-                "layer is built in a way `ace tables` does not cover. Build one with `ace tables`."
+                f"The plan has no layer {key} ({name}); it is of another model ({plan.model or 'unnamed'}) or this layer is "
+                "built in a way `ace tables` does not cover. Build one with `ace tables`."
             )
         wanted = {n: v for n, v in structure[key].items() if n in found and v}
         difference = structure_difference({key: wanted}, {key: found})
         if difference:
             raise PlanError(
-                f"The plan is of another model ({self.ace.plan.model or 'unnamed'}): {difference}. Build one with `ace tables`."
+                f"The plan is of another model ({plan.model or 'unnamed'}): {difference}. Build one with `ace tables`."
             )
-        layer = Layer(key, self.ace.policy, self.ace.plan.tables.get(key, {}), self.thresholds, self.phases)
-        self.layers[key] = layer
+        layer = self.runtime.add(key, SKIPPED, self.device, kernels=self.device.type == "cuda", opaque=False)
+        layer.tokens = self.rows
         return layer
 
-    def ready(self, runner: Any) -> None:
-        """After the model is loaded and before it serves: every layer is there and knows how it runs."""
-        self._check_covered()
-        self.phases.decode_length = decode_length(runner)
-        for layer in self.layers.values():
-            layer.choose_executor()
+    def divide(self, layer: Layer, rank: int) -> None:
+        """The layer sees only this rank's part of every step."""
+        layer.tokens, self.split = Share(self.rows, rank), True
 
-    def _check_covered(self) -> None:
-        missing = sorted(set(self.ace.plan.fingerprint["structure"]) - set(self.layers))
+    def ready(self) -> None:
+        """After the model is loaded and before it serves: every layer is there and knows how it runs."""
+        missing = sorted(set(self.runtime.plan.fingerprint.structure) - set(self.runtime.layers))
         if self.whole and missing:
             raise IntegrationError(
                 f"vLLM runs layer {missing[0]} (and {len(missing) - 1} more) outside its common MoE layer, where ACE cannot "
                 "skip. This model is not supported in vLLM; serve it without `ace`."
             )
+        for choose in self.later:
+            choose()
+
+    def begin(self) -> None:
+        """Warm-ups are over: what they ran is no request's."""
+        self.rows.clear()
+        self.reset()
+
+    @contextmanager
+    def dummy(self, profile: bool) -> Iterator[None]:
+        """A pass without requests: all padding, or a measuring pass whose tokens are run and not counted."""
+        if not profile:
+            self.rows.clear()
+            yield
+            return
+        self.rows.counting = False
+        self.rows.profile()
+        try:
+            yield
+        finally:
+            self.rows.counting = True
+            self.rows.clear()
 
     # ---- control ------------------------------------------------------------------------------------------------
 
     def set_skip(self, skip: Skip) -> None:
         """Another budget, at once: τ is copied into the tensor the kernels read."""
-        self.ace.set_skip(skip)
-        self.thresholds.copy_(self.ace.thresholds)
-        self.skip = skip
+        self.runtime.set(thresholds(self.runtime.plan, self.policy, skip, self.settings.workload))
+        self.skip = dict(skip) if isinstance(skip, Mapping) else skip
         logger.info("ACE: %s", self.describe())
 
-    def set_threshold(self, threshold: float | Tensor) -> None:
-        """τ itself, for both phases or as [prefill, decode]."""
-        self.ace.set_threshold(threshold)
-        self.thresholds.copy_(self.ace.thresholds)
+    def set_threshold(self, threshold: Any) -> None:
+        """τ itself, for all phases or as [prefill, decode]."""
+        self.runtime.set(check_threshold(threshold))
         self.skip = None
 
     def reset(self) -> None:
-        for layer in self.layers.values():
-            layer.counts.zero_()
+        self.runtime.reset()
 
-    def report(self) -> dict[str, Any]:
-        """Plain values for an RPC. Reading the counters is the only host sync, and it is the caller's."""
-        counts = torch.stack([layer.counts for layer in self.layers.values()]).tolist() if self.layers else []
-        return {
-            "skip": dict(self.skip) if isinstance(self.skip, Mapping) else self.skip,
-            "thresholds": self.ace.thresholds.tolist(),
-            "counts": dict(zip(self.layers, counts, strict=True)),
-            "executors": {key: layer.executor for key, layer in self.layers.items()},
-            "split": any(layer.split for layer in self.layers.values()),
-        }
+    def part(self, **place: int) -> Part:
+        return self.runtime.part(skip=self.skip, split=self.split, **place)
 
 
 def refuse_unsupported(vllm_config: Any) -> None:
@@ -152,6 +170,11 @@ def refuse_unsupported(vllm_config: Any) -> None:
     reasons = (
         (vllm_config.lora_config is not None, "LoRA aligns all routed slots itself", "--enable-lora"),
         (getattr(parallel, "enable_dbo", False), "dual batch overlap splits a step in two", "--enable-dbo"),
+        (
+            getattr(getattr(vllm_config, "speculative_config", None), "enable_adaptive_verification", False),
+            "adaptive verification keeps from the host how many tokens of a request a step computes",
+            "adaptive verification (enable_adaptive_verification)",
+        ),
         (
             getattr(parallel, "prefill_context_parallel_size", 1) > 1,
             "prefill context parallelism gathers tokens before they are routed",

@@ -1,0 +1,359 @@
+"""A plan put into one model, and the way back.
+
+Put in: a decider as a child of every experts module; a view of the config there, so that the module looks up our
+implementation and the model's own config is never touched; a subclass on routers that are taken over; hooks on each
+stack; `generate` on the model. Everything goes back on `remove`, last change first.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache, partial
+from typing import Any
+from weakref import ref
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ...checkpoint import Site
+from ...checkpoint.structure import is_registered
+from ...errors import IntegrationError
+from ...policies.calibration import router_logits
+from ...runtime import Layer, Runtime, row_of
+from ...runtime.executors import SENTINELS
+from .experts import CHILD, IMPLEMENTATION, UNRULED, Choice, choose_executor
+from .generation import Told, listen
+from .passes import Pass
+
+MINE, PASS = "_ace_attachment", "_ace_pass"  # on the model, and on each of its stacks
+Undo = Callable[[Any], object]
+
+
+class ConfigView:
+    """The config an experts module sees: ours as its implementation, all else as it is."""
+
+    def __init__(self, config: Any):
+        self._config, self._experts_implementation = config, IMPLEMENTATION
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_config"], name)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return copy.deepcopy(self._config, memo)
+
+
+def base_of(model: Any) -> PreTrainedModel:
+    """The transformers model inside what a user hands over, or an error that says what to do."""
+    if isinstance(model, torch._dynamo.OptimizedModule) or getattr(model, "_compiled_call_impl", None) is not None:
+        raise IntegrationError(
+            "This model is compiled already, and its code would not see a plan. Attach first, then compile."
+        )
+    if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+        raise IntegrationError(
+            f"Attach the plan to the model inside {type(model).__name__} (`model.module`), one per process."
+        )
+    if hasattr(model, "peft_config") and hasattr(model, "get_base_model"):
+        model = model.get_base_model()
+    if not isinstance(model, PreTrainedModel):
+        raise IntegrationError(
+            f"A plan is attached to a loaded transformers model, not to {type(model).__name__}. Load it first, for example "
+            "with AutoModelForCausalLM.from_pretrained."
+        )
+    return model
+
+
+def attached_to(model: nn.Module) -> Attachment | None:
+    """The attachment a model has."""
+    return getattr(model, MINE, None)
+
+
+class Attachment:
+    """A runtime in one model. On any error the model is left as it was."""
+
+    def __init__(self, model: PreTrainedModel, runtime: Runtime, sites: list[Site], dispatch: Choice = "auto"):
+        self.model, self.runtime, self.dispatch = ref(model), runtime, dispatch
+        self.passes: dict[str, Pass] = {}
+        # weak: a model that its user drops without detaching is gone
+        self._undo: list[tuple[ref[nn.Module], Undo]] = []
+        try:
+            self._install(model, sites)
+        except BaseException:
+            self.remove()
+            raise
+
+    def _install(self, model: PreTrainedModel, sites: list[Site]) -> None:
+        for site in sites:
+            module = model.get_submodule(site.path)
+            if getattr(module, CHILD, None) is not None:
+                raise IntegrationError(
+                    "This model already has a plan attached. Detach it first: `ace_moe.detach(model)`."
+                )
+            _refuse_adapters(model, site)
+            layer = self._add(module, site, self._pass(model, site.path))
+            if not is_registered(module):
+                self._hook_unregistered(site.path, module, layer)
+            if layer.policy.needs_logits:
+                self._hook_router(model, site, layer)
+            self._take_over_router(model, site, layer)
+        self._tell(model)
+        vars(model)[MINE] = self
+        self._later(model, lambda m: m.__dict__.pop(MINE, None))
+
+    def _later(self, module: nn.Module, undo: Undo) -> None:
+        self._undo.append((ref(module), undo))
+
+    # ---- experts ------------------------------------------------------------------------------------------------
+
+    def _add(self, module: nn.Module, site: Site, stack: Pass) -> Layer:
+        device = device_of(module)
+        chosen = choose_executor(module, device, self.dispatch, f"{site.path} ({type(module).__name__})")
+        kernels = chosen.executor.name == "kernels" or (
+            device.type == "cuda" and self.dispatch != "torch" and _triton()
+        )
+        layer = self.runtime.add(site.key, site.num_experts, device, kernels=kernels)
+        layer.chosen, layer.tokens, layer.owner = chosen, stack, ref(module)
+        module.add_module(CHILD, layer)
+        self._later(module, lambda m: delattr(m, CHILD))
+        if is_registered(module):
+            self._set(module, "config", ConfigView(module.config))
+        if hasattr(module, SENTINELS):
+            self._set(module, SENTINELS, True)
+        return layer
+
+    def _set(self, module: nn.Module, name: str, value: object) -> None:
+        before = getattr(module, name)
+        setattr(module, name, value)
+        self._later(module, lambda m: setattr(m, name, before))
+
+    def _hook_unregistered(self, path: str, module: nn.Module, layer: Layer) -> None:
+        """A class outside the registry that is called the same way, if its own loop leaves sentinel slots out."""
+        if not leaves_sentinels_out(module):
+            raise IntegrationError(
+                f"{path} ({type(module).__name__}) is outside transformers' experts registry and its own loop does not "
+                "leave skipped slots out, so skipping would save nothing. This family is not supported."
+            )
+
+        def hook(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+            here = getattr(module, CHILD, None)
+            return None if here is None else (args[0], *here.decide(args[1], args[2], args[0]), *args[3:])
+
+        handle = module.register_forward_pre_hook(hook)
+        self._later(module, lambda m: handle.remove())
+
+    # ---- routers ------------------------------------------------------------------------------------------------
+
+    def _hook_router(self, model: PreTrainedModel, site: Site, layer: Layer) -> None:
+        if site.router_path is None:
+            raise IntegrationError(
+                f"Policy {layer.policy.key!r} needs router logits, and {site.path} has no router module."
+            )
+        owner = ref(layer)
+
+        def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            here = owner()
+            if here is not None:
+                here.logits = router_logits(output, site.num_experts)
+
+        router = model.get_submodule(site.router_path)
+        handle = router.register_forward_hook(hook)
+        self._later(router, lambda m: handle.remove())
+
+    def _take_over_router(self, model: PreTrainedModel, site: Site, layer: Layer) -> None:
+        """Where the router is a plain top-k, it and the rule become one kernel: the layer then decides at the router."""
+        if not layer.has_kernel or site.router_path is None:
+            return
+        from ...kernels.routing import recognise
+
+        router = model.get_submodule(site.router_path)
+        kind = None if "forward" in vars(router) else recognise(router, site.top_k)
+        if kind is None:
+            return
+        layer.at, stock = "router", type(router)
+        router.__class__ = ruled(stock)  # type: ignore[arg-type]
+        vars(router).update(ace_layer=layer, ace_kind=kind)
+
+        def give_back(router: nn.Module) -> None:
+            router.__class__ = stock
+            for name in ("ace_layer", "ace_kind"):
+                vars(router).pop(name, None)
+
+        self._later(router, give_back)
+
+    # ---- passes -------------------------------------------------------------------------------------------------
+
+    def _pass(self, model: PreTrainedModel, path: str) -> Pass:
+        """The pass of the stack that holds this experts module."""
+        where, stack = stack_of(model, path)
+        if where not in self.passes:
+            cached = "past_key_values" in _parameters(stack)
+            self.passes[where] = Pass(self.runtime, cached)
+            setattr(stack, PASS, self.passes[where])
+            before = stack.register_forward_pre_hook(_begin, with_kwargs=True, prepend=True)
+            after = stack.register_forward_hook(_end, always_call=True)
+            self._later(stack, lambda m: [m.__dict__.pop(PASS, None), *(h.remove() for h in (before, after))])  # type: ignore[func-returns-value]
+        return self.passes[where]
+
+    def _tell(self, model: PreTrainedModel) -> None:
+        """Have `generate` and continuous batching say where prompts end; compiled calls are made again with a plan in them."""
+        listen()
+        if hasattr(type(model), "generate") and "generate" not in vars(model):
+            vars(model)["generate"] = Told(model, list(self.passes.values()))
+            self._later(model, lambda m: m.__dict__.pop("generate", None))
+        vars(model).pop("_compiled_call", None)
+        self._later(model, lambda m: m.__dict__.pop("_compiled_call", None))
+
+    @contextmanager
+    def phase(self, phase: str) -> Iterator[None]:
+        """Inside, every token of a pass is of this phase, for callers that know."""
+        before = [p.fixed for p in self.passes.values()]
+        for one in self.passes.values():
+            one.fixed = row_of(phase)  # type: ignore[arg-type]
+        try:
+            yield
+        finally:
+            for one, fixed in zip(self.passes.values(), before, strict=True):
+                one.fixed = fixed
+
+    @contextmanager
+    def unruled(self) -> Iterator[None]:
+        """Inside, our executors run the router's own slots: what the rule itself costs."""
+        undo: list[Callable[[], object]] = []
+        for layer in self.runtime.layers.values():
+            module = layer.owner()
+            view: Any = None if module is None else module.config
+            view._experts_implementation = UNRULED
+            undo.append(partial(setattr, view, "_experts_implementation", IMPLEMENTATION))
+        model = self.model()
+        for router in model.modules() if model is not None else ():
+            if (held := vars(router).pop("ace_layer", None)) is not None:
+                undo.append(partial(vars(router).update, ace_layer=held))
+        try:
+            yield
+        finally:
+            for step in undo:
+                step()
+
+    @property
+    def active(self) -> bool:
+        """Whether there is a model, and our parts in it."""
+        return bool(self._undo) and self.model() is not None
+
+    def remove(self) -> None:
+        """Put everything back, last change first."""
+        while self._undo:
+            module, undo = self._undo.pop()
+            if (found := module()) is not None:
+                undo(found)
+
+    def __deepcopy__(self, memo: Any) -> None:
+        """A copy of an attached model is a model without a plan."""
+
+
+# ---- parts ----------------------------------------------------------------------------------------------------------
+
+
+@cache
+def ruled(stock: type) -> type:
+    """A router's own class with the rule behind its top-k. Without a layer, as in a copy of the model, it is the stock one."""
+
+    def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        layer = getattr(self, "ace_layer", None)
+        if layer is None:
+            return stock.forward(self, hidden_states, *args, **kwargs)  # type: ignore[attr-defined]
+        if layer.observers:
+            logits, gates, ids = stock.forward(self, hidden_states, *args, **kwargs)  # type: ignore[attr-defined]
+            ids, gates = layer.decide(ids, gates)
+            return logits, gates, ids
+        logits = F.linear(hidden_states.reshape(-1, hidden_states.shape[-1]), self.weight)
+        ids, gates = layer.route(logits, self.ace_kind, logits.dtype)
+        return logits, gates, ids
+
+    return type(f"Ruled{stock.__name__}", (stock,), {"forward": forward, "__module__": __name__})
+
+
+def _begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    one = getattr(module, PASS, None)  # a copy of an attached model has the hooks and no pass
+    if one is not None:
+        one.begin(module, args, kwargs)
+
+
+def _end(module: nn.Module, *_: Any) -> None:
+    one = getattr(module, PASS, None)
+    if one is not None:
+        one.end()
+
+
+def stack_of(model: nn.Module, path: str) -> tuple[str, nn.Module]:
+    """(path, module) of what owns the list of layers on the way to an experts module; the model where there is no list."""
+    module, names = model, path.split(".")
+    for number, name in enumerate(names):
+        below = module.get_submodule(name)
+        if isinstance(below, nn.ModuleList):
+            return ".".join(names[:number]), module
+        module = below
+    return "", model
+
+
+def _parameters(module: nn.Module) -> Mapping[str, Any]:
+    return inspect.signature(module.forward).parameters
+
+
+def device_of(module: nn.Module) -> torch.device:
+    """Where a module runs: its weights may be parked elsewhere."""
+    hook = getattr(module, "_hf_hook", None)
+    parked = getattr(hook, "execution_device", None)
+    if parked is None:
+        return next(module.parameters()).device
+    return torch.device(parked if not isinstance(parked, int) else f"cuda:{parked}")
+
+
+@cache
+def _triton() -> bool:
+    try:
+        import triton  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+def _refuse_adapters(model: nn.Module, site: Site) -> None:
+    for path in (site.path, site.router_path):
+        module = None if path is None else model.get_submodule(path)
+        adapted = (
+            [] if module is None else [n for n, _ in module.named_parameters() if "lora_" in n or "base_layer" in n]
+        )
+        if adapted:
+            raise IntegrationError(
+                f"{path} has an adapter ({adapted[0]}), which a plan of the plain model knows nothing of. Merge it "
+                "(`merge_and_unload`) and build a plan of the merged model."
+            )
+
+
+@torch.no_grad()
+def leaves_sentinels_out(module: nn.Module) -> bool:
+    """Whether a slot with id `num_experts` changes nothing and is not computed, tried on two tokens."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    parameter = next(module.parameters())
+    hidden = int(getattr(module, "hidden_size", getattr(module, "hidden_dim", 0)) or parameter.shape[-1])
+    x = torch.linspace(-1, 1, 2 * hidden, device=parameter.device, dtype=parameter.dtype).view(2, hidden)
+    one = torch.zeros(2, 1, dtype=torch.long, device=parameter.device)
+    both = torch.cat([one, torch.full_like(one, int(module.num_experts))], dim=1)  # type: ignore[arg-type]
+    gates = torch.ones(2, 1, device=parameter.device, dtype=parameter.dtype)
+    part = module._modules.pop(CHILD, None)  # its own loop, as it stands
+    try:
+        with FlopCounterMode(display=False) as alone:
+            expected = module(x, one, gates)
+        with FlopCounterMode(display=False) as padded:
+            found = module(x, both, torch.cat([gates, torch.zeros_like(gates)], dim=1))
+    except Exception:  # a loop that was not made for sentinels fails in its own way
+        return False
+    finally:
+        if part is not None:
+            module.add_module(CHILD, part)
+    return torch.equal(expected, found) and alone.get_total_flops() == padded.get_total_flops()

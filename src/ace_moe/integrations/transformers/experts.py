@@ -1,0 +1,141 @@
+"""The experts implementation `ace`: what transformers calls in place of its own, and the ways it runs the slots that are left.
+
+transformers looks the implementation up at every call. Skipped slots carry the id one past the last expert: they sort
+behind every group of the grouped product and are never computed.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor, nn
+from transformers.integrations.finegrained_fp8 import FP8ExpertsInterface, fp8_grouped_mm_experts_forward
+from transformers.integrations.moe import ExpertsInterface, grouped_mm_experts_forward
+
+from ...checkpoint.structure import is_registered
+from ...runtime.executors import Chosen, Offer, choose, compact
+
+if TYPE_CHECKING:
+    from ...kernels.layout import Layout
+
+IMPLEMENTATION = "ace"
+UNRULED = "ace_unruled"  # our executors behind the stock router: what the rule itself costs
+CHILD = "ace"  # the layer's name on an experts module
+Choice = Literal["auto", "torch", "kernels"]
+CHOICES: tuple[Choice, ...] = ("auto", "torch", "kernels")
+Stock = Callable[..., Tensor]
+
+
+def _implementation(stock: Stock, ruled: bool = True) -> Stock:
+    def forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        layer = getattr(self, CHILD, None)
+        if layer is None:
+            return stock(self, hidden_states, top_k_index, top_k_weights)
+        ids, gates = top_k_index, top_k_weights
+        if ruled and layer.at == "experts":
+            ids, gates = layer.decide(ids, gates, hidden_states)
+        return layer.chosen.executor(stock, self, hidden_states, ids, gates)
+
+    return forward
+
+
+for name, ruled in ((IMPLEMENTATION, True), (UNRULED, False)):
+    ExpertsInterface.register(name, _implementation(grouped_mm_experts_forward, ruled))
+    FP8ExpertsInterface.register(name, _implementation(fp8_grouped_mm_experts_forward, ruled))
+
+
+# ---- executors ------------------------------------------------------------------------------------------------------
+
+
+class Whole:
+    """transformers' own grouped product, with skipped slots behind its last group."""
+
+    name = "stock"
+
+    def __call__(self, stock: Stock, module: nn.Module, hidden: Tensor, ids: Tensor, gates: Tensor) -> Tensor:
+        return stock(module, hidden, ids, gates)
+
+
+class Compact:
+    """Kept slots alone through the stock function: on a CPU."""
+
+    name = "compact"
+
+    def __call__(self, stock: Stock, module: nn.Module, hidden: Tensor, ids: Tensor, gates: Tensor) -> Tensor:
+        return compact(stock, module, hidden, ids, gates, int(module.num_experts))  # type: ignore[arg-type]
+
+
+class Kernels:
+    """Our kernels, for layouts they know. Weights are read off the module at each call: it may have moved."""
+
+    name = "kernels"
+
+    def __init__(self, layout: Layout):
+        self.layout = layout
+
+    def __call__(self, stock: Stock, module: nn.Module, hidden: Tensor, ids: Tensor, gates: Tensor) -> Tensor:
+        from ...kernels.ops import run_experts
+
+        layout, gated = self.layout, self.layout.gated
+        return run_experts(
+            hidden, ids, gates, module.gate_up_proj if gated else module.up_proj, module.down_proj,
+            getattr(module, "gate_up_proj_bias" if gated else "up_proj_bias", None),
+            getattr(module, "down_proj_bias", None), gated, layout.interleaved, layout.transposed,
+            *layout.activation, *self._factors(module),
+        )  # fmt: skip
+
+    def _factors(self, module: nn.Module) -> tuple[Any, ...]:
+        """What FP8 weights are multiplied by."""
+        if self.layout.block is None:
+            return ()
+        up = module.gate_up_proj_scale_inv if self.layout.gated else module.up_proj_scale_inv
+        return up, module.down_proj_scale_inv, *self.layout.block
+
+
+def choose_executor(module: nn.Module, device: torch.device, dispatch: Choice, path: str) -> Chosen:
+    """How one experts module runs: by kernels where a GPU and Triton are there and its structure is one they know."""
+    own = None if is_registered(module) else "its class is outside transformers' experts registry"
+    offers: dict[str, Offer] = {
+        "kernels": lambda: own or kernels_for(module, device, forced=dispatch == "kernels"),
+        "compact": lambda: own or ("the layer is not on a CPU" if device.type != "cpu" else Compact()),
+        "stock": Whole,
+    }
+    if dispatch == "torch":
+        del offers["kernels"]
+        return choose(offers, where=path)
+    return choose(offers, wanted=dispatch, where=path)
+
+
+def kernels_for(module: nn.Module, device: torch.device, forced: bool = False) -> Kernels | str:
+    """The kernels for this module on this device, or why not."""
+    interpreted = forced and os.environ.get("TRITON_INTERPRET") == "1"  # Triton's interpreter runs kernels on the CPU
+    if device.type != "cuda" and not interpreted:
+        return f"the layer is on {device.type}"
+    found = layout_of(module)
+    if isinstance(found, str):
+        return found
+    if found.block and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
+        return "this GPU has no FP8"
+    return Kernels(found)
+
+
+def layout_of(module: nn.Module) -> Layout | str:
+    """How the kernels see the module's weights, or why they cannot run it."""
+    try:
+        import triton  # noqa: F401
+
+        from ...kernels.layout import Layout
+    except ImportError:
+        return "Triton is not installed"
+    return Layout.of(module)
+
+
+def on_gpu(module: nn.Module) -> str:
+    """Which executor an experts module gets on a GPU, and why; for modules without weights too."""
+    if not is_registered(module):
+        return "own loop: outside transformers' experts registry"
+    layout = layout_of(module)
+    return f"stock: {layout}" if isinstance(layout, str) else "kernels"

@@ -1,0 +1,213 @@
+"""The decider of one MoE layer: routing in; ids, gates and counts out. The same for every engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import IntegrationError, PlanError
+from ..plan import missing_table
+from ..policies import Decision, Policy, Routing, TokenPolicy
+from ..policies.calibration import answers
+from .executors import Chosen
+from .rows import Same, Tokens, row_of
+from .state import State
+
+if TYPE_CHECKING:
+    from ..kernels.routing import TopK
+
+Observer = Callable[[Routing, Tensor | None, Decision], None]  # what a token policy's slots contributed, if it is one
+
+
+def refuse_pickling(self: Any, protocol: Any) -> Any:
+    raise IntegrationError(
+        "A model with a plan attached cannot be pickled (torch.save of the whole model). Detach it first, or save its "
+        "state_dict or with save_pretrained: those do not hold the plan."
+    )
+
+
+class Layer(nn.Module):
+    """Tables, τ, counters and rule of one layer. All are buffers: changing a budget recompiles nothing.
+
+    `mark` is the id of a skipped slot. `tokens` says what each token is. `kernels`: the rule is a kernel where the policy
+    has one; `opaque`: through a torch operator, as a compiler that looks on needs it.
+    """
+
+    tau: Tensor
+    counts: Tensor
+    factor: Tensor
+
+    def __init__(
+        self,
+        key: str,
+        policy: Policy,
+        tables: Mapping[str, Tensor],
+        state: State,
+        mark: int,
+        *,
+        device: torch.device | str = "cpu",
+        guarded: bool = False,
+        kernels: bool = False,
+        opaque: bool = True,
+    ):
+        super().__init__()
+        self.key, self.policy, self.state, self.mark = key, policy, state, mark
+        self.tokens: Tokens = Same(row_of("prefill"))
+        self.observers: list[Observer] = []  # while there are any, the layer decides in torch and shows them
+        self.chosen: Chosen | None = None  # how the experts run
+        self.at: Literal["experts", "router"] = "experts"  # where the rule is applied; fixed when a model is attached
+        self.owner: Callable[[], nn.Module | None] = lambda: None  # the experts module, by a weak reference
+        self.logits: Tensor | None = None  # the router's, where the policy needs them
+        with torch.inference_mode(False):
+            self._make_buffers(tables, guarded, torch.device(device))
+        self.rule = ""  # the rule as the kernels take it
+        self.views: tuple[str, ...] = ()  # its tables
+        self._rule: Any = None
+        self._route: Any = None
+        if kernels:
+            self._take_kernels(opaque)
+
+    def _make_buffers(self, tables: Mapping[str, Tensor], guarded: bool, device: torch.device) -> None:
+        policy = self.policy
+        for name in policy.tables:
+            if name not in tables:
+                raise PlanError(missing_table(policy.key, name, policy.calibrated))
+            table = tables[name].detach().to(device, torch.float32, copy=True).contiguous()
+            self._keep(f"table_{name}", policy.ready(name, table) if name in policy.needs else table)
+        form = policy.kernel_rule()
+        own = tables[form.factor] if form is not None and form.factor else 1.0
+        common = torch.inf if guarded else tables[policy.factor] if policy.factor else 1.0
+        self.weighed = policy.factor is not None
+        self._keep("factor", torch.tensor([float(own), float(common)], dtype=torch.float32, device=device))
+        self._keep("counts", torch.zeros(len(self.state.tau), 3, dtype=torch.int64, device=device))
+        self._keep("tau", self.state.on(device))
+
+    def _keep(self, name: str, tensor: Tensor) -> None:
+        self.register_buffer(name, tensor, persistent=False)
+
+    def _take_kernels(self, opaque: bool) -> None:
+        """The rule as a kernel, if the policy can be written down for it."""
+        form = self.policy.kernel_rule()
+        if form is None:
+            return
+        from ..kernels import decide
+
+        policy, weighed = self.policy, self.weighed or form.factor is not None
+        self.rule = str(decide.Rule(form, policy.gain, policy.min_active, policy.min_mass, weighed))
+        self.views = tuple(f"table_{name}" for name in form.tables)
+        self._rule = decide.rule if opaque else decide.launch_rule
+        self._route = decide.route if opaque else decide.launch_route
+
+    # ---- deciding -----------------------------------------------------------------------------------------------
+
+    @property
+    def has_kernel(self) -> bool:
+        return self._rule is not None
+
+    def decide(self, ids: Tensor, gates: Tensor, hidden: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """ids, gates [T, k] as the router gave them → what runs: `mark` and 0 at skipped slots. No host sync."""
+        rows = self.tokens.rows(ids.shape[0], ids.device)
+        if self._rule is not None and not self.observers:
+            given = (ids, gates, rows, self.tau, self.factor, self._views(), self._counter(), self.mark, self.rule)
+            return self._rule(*given)
+        decision = self._in_torch(ids, gates, rows, hidden)
+        self._count(decision.keep, rows)
+        return torch.where(decision.keep, decision.ids, self.mark), decision.gates
+
+    def route(
+        self, logits: Tensor, kind: TopK, dtype: torch.dtype, ids_dtype: torch.dtype = torch.int64
+    ) -> tuple[Tensor, Tensor]:
+        """The same from a plain router's logits [T, E], in one launch."""
+        rows = self.tokens.rows(logits.shape[0], logits.device)
+        given = (logits, rows, self.tau, self.factor, self._views(), self._counter(), self.mark, self.rule)
+        return self._route(*given, *kind, dtype, ids_dtype)
+
+    def _views(self) -> list[Tensor]:
+        return [getattr(self, name) for name in self.views]
+
+    def _in_torch(self, ids: Tensor, gates: Tensor, rows: Tensor, hidden: Tensor | None) -> Decision:
+        """By `rule.py`, and seen by an observer if there is one. Padding has τ = 0: its slots stay the router's own."""
+        policy, routing = self.policy, self._routing(ids, gates, rows, hidden)
+        if not self.observers:
+            return policy.route(routing)
+        protected, decision = None, None
+        if isinstance(policy, TokenPolicy):
+            protected = policy.protected(routing)
+            decision = policy.settle(routing, protected)
+        decision = decision or policy.route(routing)
+        for observer in self.observers:
+            observer(routing, protected, decision)
+        return decision
+
+    def watch(self, observer: Observer) -> Callable[[], None]:
+        """Show the observer every decision; returns what ends it."""
+        self.observers.append(observer)
+        return lambda: self.observers.remove(observer)
+
+    def _routing(self, ids: Tensor, gates: Tensor, rows: Tensor, hidden: Tensor | None) -> Routing:
+        policy, needs_mask = self.policy, bool(self.observers) or not self.policy.token_local
+        return Routing(
+            ids,
+            gates,
+            self._tables(),
+            self._threshold(rows),
+            self.logits,
+            hidden,
+            rows > 0 if needs_mask else None,
+            length=0 if policy.token_local else self.tokens.length(ids.shape[0]),
+            norms=partial(self._norms, hidden, ids) if policy.needs_norms and hidden is not None else None,
+            factor=self.factor[1] if self.weighed else None,
+        )
+
+    def _tables(self) -> dict[str, Tensor]:
+        return {name: getattr(self, f"table_{name}") for name in self.policy.tables}
+
+    def protected(self, routing: Routing) -> Tensor:
+        """What this layer's policy would say of slots another one decides: protected contributions, [T, k]."""
+        assert isinstance(self.policy, TokenPolicy)
+        return self.policy.protected(
+            routing._replace(tables=self._tables(), factor=self.factor[1] if self.weighed else None)
+        )
+
+    def _threshold(self, rows: Tensor) -> Tensor:
+        """τ of each token, [T, 1]; one number for methods that decide by the batch: that of the last of the rows."""
+        if self.policy.token_local or len(rows) == 0:
+            return self.tau[rows.long()].unsqueeze(-1)
+        return self.tau.index_select(0, rows.max().view(1).long()).squeeze(0)
+
+    def _norms(self, hidden: Tensor, ids: Tensor) -> Tensor:
+        """‖f_e(x)‖ of every slot, [T, k], by the experts themselves."""
+        module = self.owner()
+        assert module is not None
+        return answers(module, hidden, ids).norm(dim=-1)
+
+    def _counter(self) -> Tensor:
+        return self.counts if self.tokens.counting else torch.zeros_like(self.counts)
+
+    def _count(self, keep: Tensor, rows: Tensor) -> None:
+        """Routed and kept slots of real tokens by row, without a host sync."""
+        if not self.tokens.counting:
+            return
+        kept = keep.sum(-1)
+        seen = torch.stack([torch.full_like(kept, keep.shape[-1]), kept, torch.zeros_like(kept)], -1)
+        self.counts.index_add_(0, rows.long(), seen * (rows > 0).unsqueeze(-1))
+
+    # ---- as a module --------------------------------------------------------------------------------------------
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Layer:
+        """`.to(…)` of the model moves a layer; it never changes its precision."""
+        device = fn(torch.empty(0, device=self.counts.device)).device
+        if device != self.counts.device and device.type != "meta":
+            with torch.inference_mode(False):
+                for name, buffer in self._buffers.items():
+                    self._buffers[name] = self.state.on(device) if name == "tau" else buffer.to(device)  # type: ignore[union-attr]
+        return self
+
+    def __deepcopy__(self, memo: Any) -> None:
+        """A copy of an attached model is a model without a plan."""
+
+    __reduce_ex__ = refuse_pickling

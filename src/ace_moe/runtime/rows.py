@@ -1,0 +1,64 @@
+"""Rows: what a token is. A row says which τ a token gets and where its slots are counted.
+
+Row 0 is padding; row 1 + 3·b + p is phase p under budget b. A token's phase is what the token is (part of a prompt,
+generated, or drafted and not yet accepted), never the width of the pass that computes it. Budget 0 is the engine's own.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+Phase = Literal["prefill", "decode", "verify"]
+PHASES: tuple[Phase, ...] = ("prefill", "decode", "verify")
+PADDING = 0
+MOST_BUDGETS = 42  # rows are int8
+
+
+def row_of(phase: Phase, budget: int = 0) -> int:
+    return 1 + len(PHASES) * budget + PHASES.index(phase)
+
+
+def rows_for(budgets: int) -> int:
+    """How many rows this many budgets have, padding included."""
+    return 1 + len(PHASES) * budgets
+
+
+class Tokens(Protocol):
+    """Where a layer learns what its tokens are. Engines write one of these each."""
+
+    @property
+    def counting(self) -> bool:
+        """False while layers run again, as in a backward pass with checkpoints."""
+        ...
+
+    def rows(self, tokens: int, device: torch.device) -> Tensor:
+        """[T] int8."""
+        ...
+
+    def length(self, tokens: int) -> int:
+        """Tokens of one sequence where the pass holds whole sequences, else 0."""
+        ...
+
+
+class Same:
+    """Every token the same row: the constant rows of a device are made once and grow as needed."""
+
+    counting = True
+
+    def __init__(self, row: int):
+        self.row = row
+        self._made: dict[torch.device, Tensor] = {}
+
+    def rows(self, tokens: int, device: torch.device) -> Tensor:
+        made = self._made.get(device)
+        if made is None or len(made) < tokens:
+            with torch.inference_mode(False):
+                made = torch.full((max(tokens, 64),), self.row, dtype=torch.int8, device=device)
+            self._made[device] = made
+        return made[:tokens]
+
+    def length(self, tokens: int) -> int:
+        return 0

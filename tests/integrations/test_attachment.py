@@ -1,0 +1,348 @@
+"""What people do with an attached model: each thing works, or is refused by name."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import threading
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoConfig, PreTrainedModel, Qwen3MoeForCausalLM, Qwen3MoeForSequenceClassification
+
+import ace_moe
+import zoo
+from ace_moe import ACE, build_plan
+from ace_moe.demo import MODEL
+from ace_moe.errors import IntegrationError
+from ace_moe.loading import load_model
+from ace_moe.plan import Plan
+from ace_moe.runtime import Layer
+
+TAU = 0.13
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    return load_model(MODEL, device="cpu").float()
+
+
+@pytest.fixture(scope="module")
+def plan(demo_plan: Plan) -> Plan:
+    return demo_plan
+
+
+@pytest.fixture(scope="module")
+def stock(model: PreTrainedModel) -> torch.Tensor:
+    return zoo.run(model)
+
+
+@pytest.fixture(scope="module")
+def skipped(model: PreTrainedModel, plan: Plan) -> torch.Tensor:
+    with ACE(plan)(model) as ace:
+        ace.set_threshold(TAU)
+        return zoo.run(model)
+
+
+def on(ace: ACE, model: PreTrainedModel) -> ACE:
+    ace.attach(model)
+    ace.set_threshold(TAU)
+    return ace
+
+
+# ---- one config, several models -----------------------------------------------------------------------------------------
+
+
+def test_two_models_that_share_a_config(model: PreTrainedModel, plan: Plan, skipped: torch.Tensor) -> None:
+    """Detaching one leaves the other attached; the config names neither."""
+    config = AutoConfig.from_pretrained(MODEL)
+    pair = [Qwen3MoeForCausalLM(config).eval() for _ in range(2)]
+    for one in pair:
+        one.load_state_dict(model.state_dict())
+    first, second = (on(ACE(plan), one) for one in pair)
+    first.detach()
+    assert not torch.equal(zoo.run(pair[0]), skipped)
+    assert torch.equal(zoo.run(pair[1]), skipped)
+    assert second.realised > 0.3
+    second.detach()
+    assert config._experts_implementation != "ace"
+    assert torch.equal(zoo.run(pair[1]), zoo.run(pair[0]))
+
+
+def test_another_implementation_while_attached(
+    model: PreTrainedModel, plan: Plan, skipped: torch.Tensor, stock: torch.Tensor
+) -> None:
+    """The model's own setting changes and comes into force on detaching; skipping goes on."""
+    before = model.config._experts_implementation
+    ace = on(ACE(plan), model)
+    try:
+        model.set_experts_implementation("eager")
+        assert torch.equal(zoo.run(model), skipped) and ace.realised > 0.3
+        ace.detach()
+        assert model.config._experts_implementation == "eager"
+        torch.testing.assert_close(zoo.run(model), stock)
+    finally:
+        ace.detach()
+        model.set_experts_implementation(before)
+
+
+# ---- copies, moves, ends ------------------------------------------------------------------------------------------------
+
+
+def test_a_copy_is_a_model_without_a_plan(model: PreTrainedModel, plan: Plan, stock: torch.Tensor) -> None:
+    """Its logits are stock's to the bit, it generates for itself, and what it does is not counted."""
+    ace = on(ACE(plan), model)
+    try:
+        other = copy.deepcopy(model)
+        ace.reset()
+        assert torch.equal(zoo.run(other), stock)
+        ids = zoo.inputs()["input_ids"]
+        made = other.generate(ids, max_new_tokens=3, do_sample=False)
+        assert ace.report()["prefill"]["routed"] == 0
+    finally:
+        ace.detach()
+    assert torch.equal(made, model.generate(ids, max_new_tokens=3, do_sample=False))
+    assert not any(isinstance(m, Layer) for m in other.modules())
+    with ACE(plan)(other):
+        assert torch.equal(zoo.run(other), stock)
+
+
+@pytest.mark.parametrize("change", ["bfloat16", "half", "double"])
+def test_another_precision_keeps_tau_and_tables(plan: Plan, change: str) -> None:
+    model = load_model(MODEL, device="cpu").float()
+    with ACE(plan)(model) as ace:
+        ace.set_threshold(0.123456789)
+        layer = next(iter(ace.runtime.layers.values()))
+        before = {name: buffer.clone() for name, buffer in layer.named_buffers()}
+        getattr(model, change)()
+        model.to("cpu")
+        assert {n: b.dtype for n, b in layer.named_buffers()} == {n: b.dtype for n, b in before.items()}
+        assert all(torch.equal(b, before[n]) for n, b in layer.named_buffers())
+        ace.set_threshold(0.2)
+        assert layer.tau[1] == torch.tensor(0.2), "layers and runtime still share one tensor"
+        if change != "double":  # stock's own product does not take it
+            assert zoo.run(model).isfinite().all() and ace.realised > 0
+
+
+def test_a_model_that_is_dropped_is_gone(plan: Plan) -> None:
+    """`del` without detaching: nothing holds the weights, and the plan can be attached again."""
+    model = load_model(MODEL, device="cpu")
+    ace = on(ACE(plan), model)
+    zoo.run(model)
+    gone, experts = weakref.ref(model), weakref.ref(model.model.layers[0].mlp.experts)
+    del model
+    gc.collect()
+    assert gone() is None and experts() is None
+    assert ace.realised > 0.3, "the counters stay readable"
+    with ace(load_model(MODEL, device="cpu")):
+        pass
+
+
+def test_detach_without_the_handle(model: PreTrainedModel, plan: Plan, stock: torch.Tensor) -> None:
+    """As in a notebook whose cell ran twice: the old ACE is out of reach, the model still attached."""
+    on(ACE(plan), model)
+    with pytest.raises(IntegrationError, match=r"ace_moe\.detach\(model\)"):
+        ACE(plan).attach(model)
+    ace_moe.detach(model)
+    assert torch.equal(zoo.run(model), stock)
+    ace_moe.detach(model)
+
+
+def test_pickling_is_refused_and_saving_is_not(model: PreTrainedModel, plan: Plan, tmp_path: Path) -> None:
+    names = set(model.state_dict())
+    with ACE(plan)(model):
+        with pytest.raises(IntegrationError, match="cannot be pickled"):
+            torch.save(model, tmp_path / "model.pt")
+        assert set(model.state_dict()) == names
+        model.save_pretrained(tmp_path / "saved")
+    again = Qwen3MoeForCausalLM.from_pretrained(tmp_path / "saved").eval()
+    assert "ace" not in (tmp_path / "saved" / "config.json").read_text().replace("whitespace", "").replace("space", "")
+    assert torch.equal(zoo.run(again.float()), zoo.run(model))
+
+
+# ---- what cannot be attached --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wrong", [None, "Qwen/Qwen3-30B-A3B", Path(), nn.Linear(2, 2)])
+def test_what_is_no_model(plan: Plan, wrong: Any) -> None:
+    with pytest.raises(IntegrationError, match="a loaded transformers model"):
+        ACE(plan).attach(wrong)
+
+
+def test_compiled_and_parallel_models_are_refused(plan: Plan) -> None:
+    model = load_model(MODEL, device="cpu")
+    for wrapped, words in (
+        (torch.compile(model), "Attach first, then compile"),
+        (nn.DataParallel(model), r"model inside DataParallel \(`model.module`\)"),
+    ):
+        with pytest.raises(IntegrationError, match=words):
+            ACE(plan).attach(wrapped)
+    model.compile()
+    with pytest.raises(IntegrationError, match="Attach first, then compile"):
+        ACE(plan).attach(model)
+
+
+def test_replicas_are_refused(model: PreTrainedModel, plan: Plan) -> None:
+    with ACE(plan)(model):
+        model.model._is_replica = True
+        try:
+            with pytest.raises(IntegrationError, match=r"nn\.DataParallel"):
+                zoo.run(model)
+        finally:
+            del model.model._is_replica
+        assert zoo.run(model).isfinite().all(), "the refused pass let go"
+
+
+# ---- ways to attach -----------------------------------------------------------------------------------------------------
+
+
+def test_inside_inference_mode(model: PreTrainedModel, plan: Plan, skipped: torch.Tensor) -> None:
+    """Buffers made there would refuse to change outside."""
+    with torch.inference_mode():
+        ace = on(ACE(plan), model)
+        inside = zoo.run(model)
+    try:
+        assert torch.equal(inside, skipped)
+        ace.set_threshold(0.0)
+        ace.reset()
+        zoo.run(model)
+        assert ace.realised == 0
+    finally:
+        ace.detach()
+
+
+def test_classification_head_in_bf16(plan: Plan) -> None:
+    """Its head stays in another precision than the rest where a twin is built; the plan is the causal model's."""
+    model = Qwen3MoeForSequenceClassification.from_pretrained(MODEL, dtype=torch.bfloat16, num_labels=3).eval()
+    model.config.pad_token_id = 0
+    with ACE(plan)(model) as ace, torch.no_grad():
+        ace.set_threshold(TAU)
+        out = model(**zoo.inputs())
+    assert out.logits.shape == (2, 3) and ace.realised > 0.3
+
+
+def test_peft_adapters(plan: Plan) -> None:
+    peft = pytest.importorskip("peft")
+    model = load_model(MODEL, device="cpu").float()
+    wrapped = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
+    ace = on(ACE(plan), wrapped)
+    wrapped.generate(input_ids=zoo.inputs()["input_ids"], max_new_tokens=3, do_sample=False)
+    assert ace.report()["decode"]["routed"] > 0 and ace.realised > 0.3
+    ace.detach()
+    adapted = peft.get_peft_model(
+        load_model(MODEL, device="cpu"), peft.LoraConfig(target_parameters=["mlp.experts.down_proj"], r=2)
+    )
+    with pytest.raises(IntegrationError, match="has an adapter"):
+        ACE(plan, allow_other_weights=True).attach(adapted)
+
+
+@pytest.mark.parametrize("where", ["cpu", "disk"])
+def test_accelerate_offload(plan: Plan, where: str, skipped: torch.Tensor, tmp_path: Path) -> None:
+    """Weights that are parked elsewhere between two passes, attached before and after."""
+    accelerate = pytest.importorskip("accelerate")
+    model = load_model(MODEL, device="cpu").float()
+    if where == "cpu":
+        accelerate.cpu_offload(model, torch.device("cpu"))
+    else:
+        accelerate.disk_offload(model, str(tmp_path), torch.device("cpu"))
+    with ACE(plan)(model) as ace:
+        ace.set_threshold(TAU)
+        assert torch.equal(zoo.run(model), skipped)
+        assert ace.realised > 0.3
+    first = load_model(MODEL, device="cpu").float()
+    ace = on(ACE(plan), first)
+    accelerate.cpu_offload(first, torch.device("cpu"))
+    assert torch.equal(zoo.run(first), skipped)
+    ace.detach()
+
+
+def test_gradient_checkpointing_counts_once(plan: Plan) -> None:
+    """The backward pass runs layers again: they decide as before, and the report is of the forward pass."""
+    model = load_model(MODEL, device="cpu").float()
+    ids = zoo.inputs()["input_ids"]
+    grads, counts = [], []
+    for again in (False, True):
+        model.train()
+        if again:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.zero_grad()
+        with ACE(plan, dispatch="torch")(model) as ace:
+            ace.set_threshold(TAU)
+            model(input_ids=ids, labels=ids).loss.backward()
+            counts.append(ace.report()["prefill"])
+        grads.append(model.model.layers[2].mlp.experts.down_proj.grad.clone())
+    assert counts[0] == counts[1]
+    torch.testing.assert_close(grads[0], grads[1])
+
+
+# ---- threads ------------------------------------------------------------------------------------------------------------
+
+
+def test_two_threads_with_different_budgets(model: PreTrainedModel, plan: Plan) -> None:
+    """One prefills, one decodes, many passes: every logit is right and every slot counted under its own phase."""
+    ids, passes = zoo.inputs(batch=1, tokens=12)["input_ids"], 100
+    wrong: list[str] = []
+
+    def expected(run: Any) -> torch.Tensor:
+        return run().clone()
+
+    with ACE(plan)(model) as ace, torch.no_grad():
+        ace.set_threshold([0.08, 0.15])
+
+        def prefill() -> torch.Tensor:
+            return model(input_ids=ids, use_cache=False).logits
+
+        caches = [model(input_ids=ids, use_cache=True).past_key_values for _ in range(2)]
+
+        def decode() -> torch.Tensor:
+            cache = copy.deepcopy(caches[0])
+            return model(input_ids=ids[:, :1], past_key_values=cache).logits
+
+        right = [expected(prefill), expected(decode)]
+        ace.reset()
+
+        def work(run: Any, want: torch.Tensor) -> None:
+            for _ in range(passes):
+                with torch.no_grad():
+                    if not torch.equal(run(), want):
+                        wrong.append(run.__name__)
+
+        threads = [threading.Thread(target=work, args=pair) for pair in zip((prefill, decode), right, strict=True)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        report = ace.report()
+    assert wrong == []
+    assert report["prefill"]["routed"] == passes * 12 * 8 * 6
+    assert report["decode"]["routed"] == passes * 1 * 8 * 6
+
+
+def test_a_failing_pass_lets_go(model: PreTrainedModel, plan: Plan) -> None:
+    """Also one that is interrupted: another thread's pass must not wait for ever."""
+    for error in (ZeroDivisionError, KeyboardInterrupt):
+        with ACE(plan)(model):
+
+            def fail(*_: Any, error: type[BaseException] = error) -> None:
+                raise error
+
+            handle = model.model.layers[3].register_forward_pre_hook(fail)
+            with pytest.raises(error):
+                zoo.run(model)
+            handle.remove()
+            zoo.run(model)
+            done = threading.Thread(target=zoo.run, args=(model,), daemon=True)
+            done.start()
+            done.join(timeout=600)
+            assert not done.is_alive()
+
+
+def test_build_plan_of_an_attached_model(model: PreTrainedModel, plan: Plan) -> None:
+    """Tables read weights, which a plan does not change."""
+    before = build_plan(model)
+    with ACE(plan)(model):
+        assert build_plan(model) == before

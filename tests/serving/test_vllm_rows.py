@@ -1,0 +1,114 @@
+"""What a token is in a vLLM step: prompt, generated, draft or padding, by its position; and the buffer that says so."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from serving_parts import layer, routing, step
+
+from ace_moe.errors import IntegrationError
+from ace_moe.integrations.vllm.rows import Rows, Share, pieces_of, rows_of
+from ace_moe.runtime import PADDING, row_of
+
+P, D, V = (row_of(phase) for phase in ("prefill", "decode", "verify"))
+KINDS = {
+    "one token each": (([1, 1], [9, 12], [4, 12]), [D, D]),
+    "a mixed batch": (([1, 3, 1], [7, 0, 30], [5, 3, 20]), [D, P, P, P, D]),
+    "a chunk in the middle of a prompt": (([4], [8], [20]), [P] * 4),
+    "a last chunk of one token": (([1, 1], [20, 21], [21, 21]), [P, D]),
+    "a prompt of one token": (([1], [0], [1]), [P]),
+    "a prompt whose other tokens were all cached": (([1], [31], [32]), [P]),
+    "a preempted request computed again": (([9], [0], [5]), [P] * 5 + [D] * 4),
+    "computed again from a cached prefix on": (([5], [3], [5]), [P, P, D, D, D]),
+    "drafts": (([4, 1, 3], [9, 9, 9], [5, 5, 5], [3, 0, 2]), [D, V, V, V, D, D, V, V]),
+    "fewer drafts than wide": (([4], [9], [5], [2]), [D, D, V, V]),
+    "drafts beside a prompt": (([3, 4], [9, 0], [5, 4], [2, 0]), [D, V, V, P, P, P, P]),
+    "drafts behind the last token of a prompt": (([3], [4], [5], [2]), [P, V, V]),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_token_is_what_it_is_by_its_position(kind: str) -> None:
+    given, expected = KINDS[kind]
+    found = rows_of(pieces_of(step(*given)))
+    assert found.dtype == np.int8 and found.tolist() == expected
+
+
+def test_rows_agree_with_a_token_by_token_account() -> None:
+    random = np.random.default_rng(0)
+    for _ in range(200):
+        n = int(random.integers(1, 9))
+        lengths, computed, prompts = (random.integers(low, 12, n) for low in (1, 0, 1))
+        drafts = np.minimum(random.integers(0, 4, n), lengths)
+        expected = [
+            P if computed[r] + j < prompts[r] else V if j >= lengths[r] - drafts[r] else D
+            for r in range(n)
+            for j in range(lengths[r])
+        ]
+        assert rows_of(pieces_of(step(lengths.tolist(), computed, prompts, drafts))).tolist() == expected
+
+
+class Written(Rows):
+    """Counts what it writes."""
+
+    writes = 0
+
+    def _write(self, shown: torch.Tensor) -> None:
+        self.writes += 1
+        super()._write(shown)
+
+
+def at(rows: Any, tokens: int) -> list[int]:
+    return rows.rows(tokens, torch.device("cpu")).tolist()
+
+
+def test_a_steady_decode_writes_nothing() -> None:
+    rows = Written(16, "cpu")
+    for computed in range(5):
+        rows.mark(step([1, 1], [9 + computed, 12 + computed], 4))
+    assert rows.writes == 1 and at(rows, 4) == [D, D, PADDING, PADDING]
+    for computed in range(0, 9, 3):
+        rows.mark(step([3, 3], 9 + computed, 4, [2, 2]))
+    assert rows.writes == 2
+    rows.mark(step([1, 1, 1], 20, 4))
+    assert rows.writes == 3 and at(rows, 4) == [D, D, D, PADDING]
+
+
+def test_behind_a_step_is_padding() -> None:
+    rows = Rows(16, "cpu")
+    where = rows.buffer.data_ptr()
+    assert at(rows, 16) == [PADDING] * 16
+    rows.mark(step([6, 1], [0, 9], [6, 4]))
+    assert at(rows, 16) == [P] * 6 + [D] + [PADDING] * 9
+    rows.mark(step([1], 9, 4))  # fewer tokens than before: what was there goes
+    assert at(rows, 16) == [D] + [PADDING] * 15
+    rows.profile()
+    assert at(rows, 16) == [P] * 16
+    rows.mark(step([1], 9, 4))
+    assert at(rows, 1040) == [D] + [PADDING] * 1039
+    rows.clear()
+    assert at(rows, 16) == [PADDING] * 16
+    rows.mark(step([1], 9, 4))  # the same as before it was cleared: it must be written again
+    assert at(rows, 2) == [D, PADDING] and rows.buffer.data_ptr() == where  # graphs read this address
+
+
+def test_a_rank_sees_its_share_of_a_step() -> None:
+    """Sequence parallel: rank r of 2 has the tokens from r · T on, where the last rank's end is padding."""
+    rows = Rows(16, "cpu")
+    rows.mark(step([3, 1, 1], [0, 9, 9], [3, 4, 4]))
+    first, second = Share(rows, 0), Share(rows, 1)
+    assert at(first, 3) == [P, P, P] and at(second, 3) == [D, D, PADDING]
+    own = layer(taus=(0.0, 0.0))
+    own.tokens = second
+    own.decide(*routing(3))
+    assert own.counts[:, 0].tolist() == [0, 0, 12, 0]
+    rows.counting = False
+    assert not first.counting and first.length(3) == 0
+
+
+def test_a_step_larger_than_announced_is_an_error() -> None:
+    with pytest.raises(IntegrationError, match="larger than"):
+        at(Rows(16, "cpu"), 5000)
