@@ -11,9 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from . import progress
+from .fidelity import Fidelity, Reference, compare
 from .text import Windows
 
-Tick = Callable[[], None]
+Whole = Callable[[int, Tensor], Tensor]
 
 
 @dataclass
@@ -23,6 +25,7 @@ class Score:
     nll: list[float]
     targets: int
     weights: list[int] = field(default_factory=list)
+    fidelity: Fidelity | None = None  # against the unskipped model, where that was asked
 
     @property
     def perplexity(self) -> float:
@@ -35,17 +38,39 @@ class Score:
 
 
 @torch.inference_mode()
-def score(model: PreTrainedModel, windows: Windows, batch: int = 1, tick: Tick = lambda: None) -> Score:
-    """Each window is read by itself; every token but its first is predicted."""
+def score(
+    model: PreTrainedModel, windows: Windows, batch: int = 1, whole: Whole | None = None, keep: Reference | None = None
+) -> Score:
+    """Each window is read by itself; every token but its first is predicted.
+
+    `whole(number, ids)` gives the unskipped model's logits of a batch to hold these against; `keep` keeps these as such.
+    """
     nll: list[float] = []
-    for ids in windows.batches(batch):
-        nll += read(model, ids)
-        tick()
-    return Score(nll, windows.ids.shape[0] * (windows.ids.shape[1] - 1))
+    fidelity = None if whole is None else Fidelity()
+    with progress.task("windows", len(windows.ids)) as task:
+        for number, ids in enumerate(windows.batches(batch)):
+            logits = predict(model, ids)
+            nll += window_nll(logits, ids.to(logits.device)).tolist()
+            if keep is not None:
+                keep.keep(number, logits)
+            if whole is not None and fidelity is not None:
+                fidelity.add(compare(whole(number, ids), logits))
+            task.advance(len(ids))
+    return Score(nll, windows.ids.shape[0] * (windows.ids.shape[1] - 1), fidelity=fidelity)
+
+
+def predict(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    """Logits [B, L, V]."""
+    return model(input_ids=ids.to(model.device), use_cache=False).logits
+
+
+def predicts(model: PreTrainedModel) -> bool:
+    """Whether the model has a head that predicts tokens."""
+    return model.get_output_embeddings() is not None
 
 
 def read(model: PreTrainedModel, ids: Tensor) -> list[float]:
-    logits = model(input_ids=ids.to(model.device), use_cache=False).logits
+    logits = predict(model, ids)
     return window_nll(logits, ids.to(logits.device)).tolist()
 
 

@@ -14,11 +14,11 @@ import pytest
 from transformers import PreTrainedModel
 
 from ace_moe.demo import MODEL, TEXT
-from ace_moe.errors import BudgetError, OutputError, ResultError
+from ace_moe.errors import OptionError, OutputError, PolicyError, ResultError
 from ace_moe.evaluate.compare import against, compare, score_of
 from ace_moe.evaluate.grid import Grid, parse_gains, parse_method, parse_methods
-from ace_moe.evaluate.mapping import Bench
 from ace_moe.evaluate.store import open_results, read_json, write_json
+from ace_moe.evaluate.subject import Subject
 from ace_moe.plan import Plan
 from ace_moe.policies import POLICIES
 from ace_moe.text import Windows
@@ -33,9 +33,9 @@ def grid(methods: str = "share,ace", budgets: tuple[float, ...] = (0.3, 0.5), ga
 
 
 @pytest.fixture
-def bench(demo_model: PreTrainedModel, demo_plan: Plan, demo_windows: Windows) -> Bench:
-    """Four windows of 128 tokens."""
-    return Bench(demo_model, demo_plan, replace(demo_windows, ids=demo_windows.ids[:, :128].contiguous()))
+def subject(demo_model: PreTrainedModel, demo_plan: Plan, demo_windows: Windows) -> Subject:
+    """Eight windows of 64 tokens."""
+    return Subject(demo_model, demo_plan, replace(demo_windows, ids=demo_windows.ids[:, :128].reshape(8, 64)))
 
 
 # ---- as typed -----------------------------------------------------------------------------------------------------
@@ -53,23 +53,23 @@ def test_methods_as_typed() -> None:
 
 @pytest.mark.parametrize("text", ["", " , ", "nonsense", "share:fusion=min", "ace:fusion=most"])
 def test_methods_that_are_none(text: str) -> None:
-    with pytest.raises(BudgetError):
+    with pytest.raises((OptionError, PolicyError)):
         parse_methods(text)
 
 
 @pytest.mark.parametrize("text", ["", "loud", "kept,loud"])
 def test_gains_that_are_none(text: str) -> None:
-    with pytest.raises(BudgetError, match="kept, none, power"):
+    with pytest.raises(OptionError, match="kept, none, power"):
         parse_gains(text)
 
 
 # ---- what a cell holds --------------------------------------------------------------------------------------------
 
 
-def test_cells_hold_what_was_measured(bench: Bench, tmp_path: Path) -> None:
+def test_cells_hold_what_was_measured(subject: Subject, tmp_path: Path) -> None:
     """Budgets met, intervals around their value, statistics that follow from the stored losses, ratios by expert once."""
     path = tmp_path / "results.json"
-    results = compare(bench, grid(), path, FACTS)
+    results = compare(subject, grid(), path, FACTS)
     assert results == json.loads(path.read_text())
     cells = {(c["method"], c["gain"], c["budget"]): c for c in results["cells"]}
     assert set(cells) == {(m, g, b) for m in ("share", "ace") for g in ("kept", "power") for b in (0.3, 0.5)}
@@ -84,41 +84,41 @@ def test_cells_hold_what_was_measured(bench: Bench, tmp_path: Path) -> None:
     assert set(results["tables"]["0"]) == {"gsp", "rcr"} == set(results["oracle"]["0"])
 
 
-def test_nothing_is_measured_twice(bench: Bench, tmp_path: Path) -> None:
+def test_nothing_is_measured_twice(subject: Subject, tmp_path: Path) -> None:
     """The same grid again touches nothing; a larger one adds its cells and keeps the others as they are."""
     path = tmp_path / "results.json"
-    first = compare(bench, grid("share", (0.5,), "power"), path, FACTS)
-    assert compare(bench, grid("share", (0.5,), "power"), path, FACTS) == first
-    more = compare(bench, grid("share,gsp", (0.5,), "power,none"), path, FACTS)
+    first = compare(subject, grid("share", (0.5,), "power"), path, FACTS)
+    assert compare(subject, grid("share", (0.5,), "power"), path, FACTS) == first
+    more = compare(subject, grid("share,gsp", (0.5,), "power,none"), path, FACTS)
     assert more["cells"][0] == first["cells"][0]
     assert len(more["cells"]) == 4
     assert more["grid"] == {"methods": ["share", "gsp"], "budgets": [0.5], "gains": ["power", "none"]}
 
 
-def test_a_method_that_cannot_is_named_and_the_others_go_on(bench: Bench, tmp_path: Path) -> None:
+def test_a_method_that_cannot_is_named_and_the_others_go_on(subject: Subject, tmp_path: Path) -> None:
     """80 % of 8 slots can be skipped, 95 % cannot; re-selection skips nothing at all."""
-    results = compare(bench, grid("xshare,share", (0.5, 0.95), "power"), tmp_path / "results.json", FACTS)
+    results = compare(subject, grid("xshare,share", (0.5, 0.95), "power"), tmp_path / "results.json", FACTS)
     assert [(c["method"], c["budget"]) for c in results["cells"]] == [("share", 0.5)]
     assert results["refused"]["share"]["budgets"] == [0.95]
     assert results["refused"]["xshare"]["budgets"] == [0.5, 0.95]
     assert "at most 0.0%" in results["refused"]["xshare"]["reason"]
 
 
-def test_settings_a_method_cannot_have_refuse_it_alone(bench: Bench, tmp_path: Path) -> None:
+def test_settings_a_method_cannot_have_refuse_it_alone(subject: Subject, tmp_path: Path) -> None:
     """A rule without safeguards cannot be given one; the others can."""
     made = Grid(parse_methods("modes:ace-paper,share"), (0.5,), ("power",), {"min_active": 2})
-    results = compare(bench, made, tmp_path / "results.json", FACTS)
+    results = compare(subject, made, tmp_path / "results.json", FACTS)
     assert [c["method"] for c in results["cells"]] == ["share"]
     assert "no safeguards" in results["refused"]["modes:ace-paper"]["reason"]
 
 
-def test_paired_rivals(bench: Bench, tmp_path: Path) -> None:
+def test_paired_rivals(subject: Subject, tmp_path: Path) -> None:
     """Against a rival at the same budget and gain; the rival itself is left out."""
-    results = compare(bench, grid("share,random", (0.5,), "power"), tmp_path / "results.json", FACTS)
+    results = compare(subject, grid("share,random", (0.5,), "power"), tmp_path / "results.json", FACTS)
     (row,) = against(results, "share")
     assert (row["method"], row["rival"]) == ("random", "share")
     assert row["value"] > 0
-    with pytest.raises(BudgetError, match="share, random"):
+    with pytest.raises(OptionError, match="share, random"):
         against(results, "gsp")
 
 

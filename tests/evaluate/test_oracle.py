@@ -6,8 +6,9 @@ import torch
 import torch.nn.functional as F
 from transformers import PreTrainedModel
 
-from ace_moe.evaluate.oracle import by_expert, correlation, observed, slot_norms, table_correlation
+from ace_moe.evaluate.oracle import by_expert, correlation, observed, table_correlation
 from ace_moe.plan import Plan
+from ace_moe.policies.calibration import answers
 from ace_moe.text import Windows
 
 
@@ -18,7 +19,7 @@ def test_norms_are_those_of_each_experts_own_output(demo_model: PreTrainedModel)
     hidden = torch.randn(5, 192, generator=generator).to(demo_model.dtype)
     ids = torch.stack([torch.randperm(32, generator=generator)[:8] for _ in range(5)])
     with torch.no_grad():
-        found = slot_norms(experts, hidden, ids)
+        found = answers(experts, hidden, ids).norm(dim=-1)
         for t in range(5):
             for j, expert in enumerate(ids[t].tolist()):
                 gate, up = (hidden[t].float() @ experts.gate_up_proj[expert].float().T).chunk(2)

@@ -107,10 +107,10 @@ def test_a_stopped_measurement_goes_on(demo_model: PreTrainedModel) -> None:
     saved: list[list[float]] = []
     whole = measure(demo_model, STANDARD, windows, save=lambda nll: saved.append(list(nll)))
     assert [len(nll) for nll in saved] == [1, 2, 3, 4]
-    read: list[None] = []
-    again = measure(demo_model, STANDARD, windows, known=saved[1], tick=lambda: read.append(None))
+    more: list[list[float]] = []
+    again = measure(demo_model, STANDARD, windows, known=saved[1], save=lambda nll: more.append(list(nll)))
     assert again == whole
-    assert len(read) == 2
+    assert len(more) == 2
 
 
 def test_whole_windows_agree_with_score(demo_model: PreTrainedModel, demo_windows: Windows) -> None:

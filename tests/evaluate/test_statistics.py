@@ -7,8 +7,9 @@ import math
 import pytest
 import torch
 
-from ace_moe.errors import TextError
-from ace_moe.evaluate.statistics import (
+from ace_moe.errors import ResultError
+from ace_moe.scoring import Score
+from ace_moe.statistics import (
     draws,
     expanded_tail,
     mean_difference,
@@ -18,11 +19,13 @@ from ace_moe.evaluate.statistics import (
     perplexity_change,
     perplexity_interval,
     ranks,
+    relative_change,
+    said,
     sign_flip_p,
     spearman,
     t_quantile,
+    token_interval,
 )
-from ace_moe.scoring import Score
 
 
 def normal(count: int, seed: int, mean: float = 0.0) -> list[float]:
@@ -85,9 +88,30 @@ def test_perplexity_interval_is_that_of_the_mean_loss() -> None:
 
 def test_unequal_windows_weigh_by_their_tokens() -> None:
     """A window of one token with a terrible loss hardly matters."""
-    score = Score([200.0, 200.0, 9.0], 201, [100, 100, 1])
-    assert score.perplexity == pytest.approx(math.exp(409 / 201))
+    score = Score([200.0] * 8 + [9.0], 801, [100] * 8 + [1])
+    assert score.perplexity == pytest.approx(math.exp(1609 / 801))
     assert perplexity_interval(score).low == pytest.approx(math.exp(2))
+
+
+def test_few_windows_have_no_interval() -> None:
+    """One window has no perplexity's, seven none of KL: the value alone, and a plain word."""
+    one, few, enough = (Score([100.0 + i for i in range(n)], 100 * n) for n in (1, 7, 8))
+    for found in (perplexity_interval(one), perplexity_change(one, one), token_interval(few.nll, few.by_window)):
+        assert found.low is None and found.high is None
+        assert said(found) == "no interval: too few windows"
+    assert token_interval(enough.nll, enough.by_window).low is not None
+    found = perplexity_interval(enough)
+    assert found.low < found.value < found.high
+    assert said(found) == f"95 % interval {found.low:.2f} – {found.high:.2f}"
+
+
+def test_token_means_and_their_change() -> None:
+    """Sums by window over tokens by window; a tenth less everywhere is a tenth less, surely."""
+    sums = [float(i) for i in range(1, 17)]
+    found = token_interval(sums, [100] * 16)
+    assert found.value == pytest.approx(0.085) and found.low < 0.085 < found.high
+    change = relative_change([0.9 * x for x in sums], sums)
+    assert (change.value, change.low, change.high) == (pytest.approx(-0.1),) * 3
 
 
 def test_paired_differences_see_through_hard_windows() -> None:
@@ -106,7 +130,7 @@ def test_paired_differences_see_through_hard_windows() -> None:
 
 def test_no_difference_is_called_none() -> None:
     """The same model twice: no change at all; two samples of one distribution: p is small as rarely as it should be."""
-    same = Score([100.0, 120.0, 90.0], 300)
+    same = Score([100.0, 120.0, 90.0] * 3, 900)
     change = perplexity_change(same, same)
     assert (change.value, change.low, change.high, change.p) == (0, 0, 0, 1)
     small = [mean_difference(normal(30, s), normal(30, 1000 + s), samples=200).p < 0.05 for s in range(200)]
@@ -121,9 +145,9 @@ def test_four_windows_are_never_significant() -> None:
 def test_one_window_has_no_spread_and_none_is_refused() -> None:
     found = mean_interval([0.5])
     assert (found.low, found.value, found.high) == (0.5, 0.5, 0.5)
-    with pytest.raises(TextError, match="at least one"):
+    with pytest.raises(ResultError, match="at least one"):
         mean_interval([])
-    with pytest.raises(TextError, match="cannot be paired"):
+    with pytest.raises(ResultError, match="cannot be paired"):
         mean_difference([1.0], [1.0, 0.0])
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ace_moe.errors import IntegrationError, TextError
+from ace_moe.errors import OptionError, TaskError
 from ace_moe.evaluate.answers import as_number, boxed, last_number, program, same_answer
 from ace_moe.evaluate.sandbox import Limits, check_allowed, passes
 from ace_moe.evaluate.tasks import PAPER, TASKS, check_source, evaluate, find_file, parse_tasks, read_rows
@@ -65,7 +65,7 @@ def test_the_papers_settings() -> None:
     assert {TASKS[name].cap for name in PAPER[3:]} == {2048}
     assert all("evalscope" in TASKS[name].hub for name in PAPER)
     assert parse_tasks("piqa, mmlu,piqa") == ("piqa", "mmlu")
-    with pytest.raises(TextError, match="No task was named"):
+    with pytest.raises(OptionError, match="No task was named"):
         parse_tasks(" , ")
 
 
@@ -85,7 +85,7 @@ def test_local_files(tmp_path: Path) -> None:
     """Found by name, read line by line, checked before anything long starts."""
     task = TASKS["piqa"]
     assert find_file(task, None) is None
-    with pytest.raises(TextError, match=r"no piqa\.jsonl"):
+    with pytest.raises(TaskError, match=r"no piqa\.jsonl"):
         find_file(task, tmp_path)
     path = tmp_path / "piqa.jsonl"
     path.write_text(json.dumps(ROWS["piqa"]) + "\n\n", encoding="utf-8")
@@ -98,7 +98,7 @@ def test_local_files(tmp_path: Path) -> None:
         ("3", "sol1"),
     ):
         path.write_text(content, encoding="utf-8")
-        with pytest.raises(TextError, match=problem):
+        with pytest.raises(TaskError, match=problem):
             read_rows(task, path)
 
 
@@ -207,7 +207,7 @@ def test_programs_inherit_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_code_runs_only_when_asked(tmp_path: Path) -> None:
     check_allowed(True, "humaneval")
-    with pytest.raises(IntegrationError, match="--run-code"):
+    with pytest.raises(OptionError, match="--run-code"):
         check_allowed(False, "humaneval")
     ran = run_ace("eval", "model", "-p", "plan.safetensors", "--tasks", "humaneval", "-o", tmp_path / "eval.json")
     assert ran.code == 1 and "--run-code" in ran.err

@@ -11,13 +11,13 @@ from transformers import PreTrainedModel
 
 from ace_moe import ACE
 from ace_moe.demo import MODEL, TEXT
-from ace_moe.errors import BudgetError, TextError
+from ace_moe.errors import OptionError, PolicyError
 from ace_moe.evaluate import thresholds
-from ace_moe.evaluate.mapping import Bench
+from ace_moe.evaluate.subject import Subject
 from ace_moe.evaluate.thresholds import Study, study
 from ace_moe.loading import load_tokenizer, load_windows
-from ace_moe.offline import Passes
 from ace_moe.plan import Plan
+from ace_moe.planning import Passes
 from ace_moe.policies import make
 from ace_moe.text import Windows
 from command import run_ace
@@ -41,7 +41,7 @@ def workloads(demo_model: PreTrainedModel, texts: list[Path]) -> list[Windows]:
 
 def setup(model: PreTrainedModel, plan: Plan, windows: Windows, **options: Any) -> Study:
     budgets = options.pop("budgets", (0.3, 0.5))
-    return Study(Bench(model, plan, windows), make("share"), budgets, points=10, **options)
+    return Study(Subject(model, plan, windows), make("share"), budgets, points=10, **options)
 
 
 def test_thresholds_transfers_and_cost(
@@ -59,7 +59,7 @@ def test_thresholds_transfers_and_cost(
     carried = next(r for r in found["transfers"] if r["from"] == "code.txt" and r["budget"] == 0.5)
     ace = ACE(demo_plan, policy="share")
     with ace(demo_model):
-        Passes(ace, demo_model, workloads[0])(carried["threshold"])
+        Passes(ace.runtime, demo_model, workloads[0])(carried["threshold"])
         assert carried["realised"] == ace.realised
     ways = {r["way"]: r for r in found["cost"]}
     assert ways["quantile"]["passes"] == 1
@@ -86,12 +86,12 @@ def test_a_study_goes_on(
 
 def test_bad_studies(demo_model: PreTrainedModel, demo_plan: Plan, workloads: list[Windows], tmp_path: Path) -> None:
     path = tmp_path / "thresholds.json"
-    with pytest.raises(TextError, match="at least two texts"):
+    with pytest.raises(OptionError, match="at least two texts"):
         study(setup(demo_model, demo_plan, workloads[0]), workloads[:1], path, {})
-    with pytest.raises(TextError, match="different names"):
+    with pytest.raises(OptionError, match="different names"):
         study(setup(demo_model, demo_plan, workloads[0]), [workloads[0], workloads[0]], path, {})
-    searched = Study(Bench(demo_model, demo_plan, workloads[0]), make("alloc_t"), (0.5,))
-    with pytest.raises(BudgetError, match="'alloc_t' has no threshold"):
+    searched = Study(Subject(demo_model, demo_plan, workloads[0]), make("alloc_t"), (0.5,))
+    with pytest.raises(PolicyError, match="'alloc_t' has no threshold"):
         study(searched, workloads, path, {})
 
 

@@ -73,7 +73,7 @@ def test_hover_tells_the_numbers(shown: Page, results: dict) -> None:  # type: i
     said = shown.point('#quality [data-method="random"] .hit[data-budget="0.5"]')
     assert said is not None
     assert said.startswith("random · gain power")
-    assert f"perplexity {cell['perplexity']:.2f}" in said
+    assert f"perplexity {cell['perplexity']:.2f}" in said and f"KL {cell['kl']['value']:.4f}" in said
     assert f"realised {100 * cell['realised']:.2f}{SPACE}%" in said
     assert shown.point("#quality h2") is None
 
@@ -84,10 +84,10 @@ def test_the_table_has_the_files_numbers(shown: Page, results: dict) -> None:  #
         shown.click(f"#main-table .segments button:nth-child({number})")
         for cell in (c for c in results["cells"] if c["gain"] == gain):
             place = f'#main-table tr[data-method="{cell["method"]}"] td[data-budget="{cell["budget"]}"]'
-            assert shown.js(f"document.querySelector('{place}').textContent") == f"{cell['perplexity']:.2f}"
+            assert shown.js(f"document.querySelector('{place}').textContent") == f"{cell['kl']['value']:.4f}"
         best = min(
             (c for c in results["cells"] if c["gain"] == gain and c["budget"] == 0.5 and c["method"] != "oracle"),
-            key=lambda c: c["perplexity"],
+            key=lambda c: c["kl"]["value"],
         )
         place = '#main-table td.best[data-budget="0.5"]'
         marked = f"document.querySelector('{place}').closest('tr').dataset.method"
@@ -121,7 +121,7 @@ def test_controls_work(shown: Page, results: dict) -> None:  # type: ignore[type
     shown.click("#rival .controls label:last-child button:first-child")
     row = next(c for c in results["cells"] if (c["method"], c["gain"], c["budget"]) == ("share", "power", 0.3))
     ace = next(c for c in results["cells"] if (c["method"], c["gain"], c["budget"]) == ("ace", "power", 0.3))
-    change = 100 * (row["perplexity"] / ace["perplexity"] - 1)
+    change = 100 * (row["kl"]["value"] / ace["kl"]["value"] - 1)
     said = shown.point("#rival .series:has(text:first-of-type)")
     assert said is not None and "against ace" in said
     shown_values = shown.js("[...document.querySelectorAll('#rival .series')].map((s) => s.dataset.tip)")

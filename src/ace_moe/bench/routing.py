@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from ..ace import ACE
 from ..checkpoint.model import MoEModel
+from ..policies import Decision, Routing
 from ..policies.calibration import router_logits
 
 TOLERANCE = 0.05
@@ -43,27 +44,23 @@ def observe(model: PreTrainedModel, ace: ACE, ids: Tensor, last: bool) -> Routed
     """Routing of one pass over ids [B, S] with the attached plan; of each row's last token alone with `last`."""
     logits: list[Tensor] = []
     unions: list[tuple[int, int]] = []
-    experts = int(ace.skippers[0].owner[0].num_experts)  # type: ignore[arg-type]
+    layers = ace.runtime.layers.values()
+    experts = next(iter(layers)).mark
 
-    def seen(module: nn.Module, args: tuple[Tensor, Tensor, Tensor, int], output: tuple[Tensor, Tensor]) -> None:
+    def seen(routing: Routing, protected: Tensor | None, decision: Decision) -> None:
         rows = slice(ids.shape[1] - 1, None, ids.shape[1]) if last else slice(None)
-        every, kept = args[1][rows], output[0][rows]
-        unions.append((len(every.unique()), len(kept[kept < experts].unique())))
+        kept = decision.ids[rows][decision.keep[rows]]
+        unions.append((len(routing.ids[rows].unique()), len(kept.unique())))
 
     def routed(module: nn.Module, args: tuple[Tensor, ...], output: object) -> None:
         logits.append(router_logits(output, experts))
 
-    fast = [skipper.fast for skipper in ace.skippers]
     paths = {site.router_path for site in MoEModel.of(model).sites} - {None}
-    hooks = [skipper.register_forward_hook(seen) for skipper in ace.skippers]
-    hooks += [model.get_submodule(str(path)).register_forward_hook(routed) for path in paths]
+    hooks = [model.get_submodule(str(path)).register_forward_hook(routed) for path in paths]
     try:
-        for skipper in ace.skippers:
-            skipper.fast = None  # the torch path passes through the skipper's hook
-        model(input_ids=ids, use_cache=False, logits_to_keep=1)
+        with ace.runtime.observed(lambda key: seen):
+            model(input_ids=ids, use_cache=False, logits_to_keep=1)
     finally:
-        for skipper, path in zip(ace.skippers, fast, strict=True):
-            skipper.fast = path
         for hook in hooks:
             hook.remove()
     tokens = ids.shape[0] if last else ids.numel()

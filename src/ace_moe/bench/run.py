@@ -11,26 +11,18 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedModel
-from transformers.integrations.moe import ExpertsInterface
 
 from ..ace import ACE
-from ..budget import bisect
-from ..offline import build_plan
+from ..integrations.transformers.experts import UNRULED
+from ..planning.mapping import bisect
+from ..tables.build import build_plan
 from .latency import Generated, Prompt, Steps, Timing, random_ids
 from .routing import observe
 
 PAPER = ((256, 1), (512, 1), (1024, 1), (1024, 2), (1024, 4))  # the rows of the paper's latency table
-UNRULED = "ace_unruled"  # our kernels with the router's own slots: what the rule itself costs
 GENERATE = "generate:"
 REPEATS = 5
 ROUNDS, CLOSE = 16, 0.002  # of looking for the threshold that realises a ratio
-
-
-def _unruled(module: Any, hidden: Any, ids: Any, gates: Any) -> Any:
-    return module.ace.fast.experts(module, hidden, ids, gates)
-
-
-ExpertsInterface.register(UNRULED, _unruled)
 
 
 @dataclass(frozen=True)
@@ -112,19 +104,10 @@ class Bench:
 
     def _unruled(self, make: Callable[[str], Callable[[int], Timing]]) -> list[Case]:
         """Our kernels behind the stock router, where there are kernels."""
-        fast = [skipper.fast for skipper in self.ace.skippers]
-        if None in fast:
+        if set(self.ace.report()["executors"]) != {"kernels"} or self.ace.attachment is None:
             return []
-        kinds = [path.top_k for path in fast if path]
-        for path in fast:
-            path.top_k = None  # type: ignore[union-attr]
-        self.model.set_experts_implementation(UNRULED)
-        try:
+        with self.ace.attachment.unruled():
             return [Case(UNRULED, 0.0, make(UNRULED))]
-        finally:
-            self.model.set_experts_implementation("ace")
-            for path, kind in zip(fast, kinds, strict=True):
-                path.top_k = kind  # type: ignore[union-attr]
 
     def _settled(self, case: Case) -> float:
         """τ at which this very size realises its ratio: a few tokens are not like a thousand."""
@@ -164,13 +147,12 @@ class Bench:
 
     def _bytes(self, executed: float) -> float:
         """Weights one decode step must read: all but embeddings and the experts nobody needs."""
-        experts = {id(p) for s in self.ace.skippers for p in s.owner[0].parameters()}
+        layers = list(self.ace.runtime.layers.values())
+        experts = {id(p) for layer in layers if (owner := layer.owner()) is not None for p in owner.parameters()}
         sizes = [(p.numel() * p.element_size(), id(p) in experts) for p in self.model.parameters()]
         embeddings = self.model.get_input_embeddings().weight
         dense = sum(size for size, expert in sizes if not expert) - embeddings.numel() * embeddings.element_size()
-        return (
-            dense + sum(size for size, expert in sizes if expert) * executed / self.ace.skippers[0].owner[0].num_experts
-        )
+        return dense + sum(size for size, expert in sizes if expert) * executed / layers[0].mark
 
 
 def _middle(times: Sequence[Timing]) -> Timing:

@@ -41,9 +41,9 @@ def bench(
 ) -> None:  # fmt: skip
     """Time to first token and per output token, stock and skipped, in one run."""
     from ..bench.run import Bench, read_rate, result
-    from ..bench.table import chart as draw
-    from ..bench.table import latency_table
     from ..plan import Plan
+    from .bench_table import chart as draw
+    from .bench_table import latency_table
 
     for path in (output, chart):
         if path is not None:

@@ -6,8 +6,6 @@ import json
 import math
 import sys
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,6 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from .. import progress
 from ..errors import AceError, BudgetError, brief
 from ..policies import POLICIES
 
@@ -26,7 +25,8 @@ class Commands(typer.core.TyperGroup):
 
     def invoke(self, ctx: typer.Context) -> Any:
         try:
-            return super().invoke(ctx)
+            with progress.shown(Bars() if err.is_terminal else progress.Log(err.print)):
+                return super().invoke(ctx)
         except KeyboardInterrupt:
             err.print("interrupted; nothing half-written is left behind")
             raise typer.Exit(130) from None
@@ -78,13 +78,33 @@ def note(message: object) -> None:
     err.print(f"[yellow]note:[/] {escape(str(message))}", highlight=False, soft_wrap=True)
 
 
-@contextmanager
-def progress(label: str, total: int | None) -> Iterator[Callable[[], None]]:
-    """A bar on the error stream; yields the function that moves it by one."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=err, transient=True) as bar:
-        task = bar.add_task(label, total=total)
-        yield lambda: bar.advance(task)
+class Bars:
+    """Progress on a terminal: a bar for every task that is under way, gone when the outermost has ended."""
+
+    def __init__(self) -> None:
+        self.bars: Progress | None = None
+        self.ids: dict[int, Any] = {}
+
+    def began(self, task: progress.Task) -> None:
+        if self.bars is None:
+            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+            self.bars = Progress(*columns, console=err, transient=True)
+            self.bars.start()
+        self.ids[id(task)] = self.bars.add_task(task.label, total=task.total)
+
+    def moved(self, task: progress.Task) -> None:
+        if self.bars is not None and id(task) in self.ids:
+            self.bars.update(self.ids[id(task)], completed=task.done, total=task.total)
+
+    def ended(self, task: progress.Task) -> None:
+        bar = self.ids.pop(id(task), None)
+        if self.bars is None or bar is None:
+            return
+        if task.parent is None:
+            self.bars.stop()
+            self.bars = None
+        else:
+            self.bars.remove_task(bar)
 
 
 def settings(

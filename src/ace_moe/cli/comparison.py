@@ -23,14 +23,13 @@ from .common import (
     out,
     parse_budgets,
     print_json,
-    progress,
     settings,
 )
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from ..evaluate.mapping import Bench
+    from ..evaluate.subject import Subject
     from ..plan import Plan
     from ..text import Windows
 
@@ -72,7 +71,7 @@ def compare(
     from ..evaluate.calibration import calibration_windows
     from ..evaluate.compare import compare as measure
     from ..evaluate.grid import Grid, parse_gains, parse_methods
-    from ..evaluate.mapping import Bench
+    from ..evaluate.subject import Subject
     from ..text import check_sizes, read_text
 
     show.check_writable(output)
@@ -85,9 +84,8 @@ def compare(
     learned, notice = calibration_windows(loaded, tokenizer, text, windows, calibration)
     if notice and grid.calibrated:
         note(notice)
-    bench, start = Bench(loaded, _plan(plan, model), windows, batch, learned), time.perf_counter()
-    with progress("cells", len(list(grid))) as tick:
-        results = measure(bench, grid, output, _facts(bench, model), tick)
+    subject, start = Subject(loaded, _plan(plan, model), windows, batch, learned), time.perf_counter()
+    results = measure(subject, grid, output, _facts(subject, model))
     if as_json:
         return print_json({"out": str(output), "cells": len(results["cells"]), "refused": results["refused"]})
     show.print_compare(out, results, rival)
@@ -112,21 +110,18 @@ def _windows(loaded: PreTrainedModel, tokenizer: Any, text: Path, window: int, t
 
 
 def _plan(path: Path | None, model: str) -> Plan:
-    from ..checkpoint import MoEModel
-    from ..offline import build_plan
     from ..plan import Plan
+    from ..tables.build import build_plan
 
     if path is not None:
         return Plan.load(path)
-    moe = MoEModel.open(model)
-    with progress("tables", len(moe)) as tick:
-        return build_plan(moe, tick=tick)
+    return build_plan(model)
 
 
-def _facts(bench: Bench, model: str) -> dict[str, Any]:
-    from ..evaluate.mapping import facts
+def _facts(subject: Subject, model: str) -> dict[str, Any]:
+    from ..evaluate.subject import facts
 
-    return facts(bench, Path(model).name, " ".join(["ace", *sys.argv[1:]]))
+    return facts(subject, Path(model).name, " ".join(["ace", *sys.argv[1:]]))
 
 
 @app.command(epilog="Example: ace report results.json -o report.html")
@@ -175,7 +170,7 @@ def study_thresholds(
 ) -> None:
     """Thresholds by workload, the ratio each realises on the others, and what finding them costs."""
     from ..evaluate import thresholds
-    from ..evaluate.mapping import Bench
+    from ..evaluate.subject import Subject
     from ..policies import make
     from ..text import check_sizes, read_text
 
@@ -186,10 +181,9 @@ def study_thresholds(
     made = make(**settings(policy, None, gain, None, None))
     loaded, tokenizer = _load(model, device)
     workloads = [_windows(loaded, tokenizer, path, window, tokens) for path in text]
-    bench = Bench(loaded, _plan(plan, model), workloads[0], batch)
-    setup = thresholds.Study(bench, made, tuple(parse_budgets(budgets)), measured)
-    with progress("workloads", len(workloads) + 1) as tick:
-        found = thresholds.study(setup, workloads, output, _facts(bench, model), tick)
+    subject = Subject(loaded, _plan(plan, model), workloads[0], batch)
+    setup = thresholds.Study(subject, made, tuple(parse_budgets(budgets)), measured)
+    found = thresholds.study(setup, workloads, output, _facts(subject, model))
     if as_json:
         return print_json({"out": str(output), **{k: found[k] for k in ("workloads", "transfers", "cost")}})
     show.print_thresholds(out, found)
@@ -216,6 +210,5 @@ def study_tables(
     loaded, tokenizer = _load(model, device)
     windows = _windows(loaded, tokenizer, text, window, tokens)
     used = _plan(plan, model)
-    with progress("windows", -(-windows.ids.shape[0] // batch)) as tick:
-        found = table_correlation(loaded, by_expert(used), windows, batch, tick)
+    found = table_correlation(loaded, by_expert(used), windows, batch)
     return print_json(found) if as_json else out.print(show.correlation_table(found))

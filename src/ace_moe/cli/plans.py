@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -26,7 +26,6 @@ from .common import (
     out,
     parse_budgets,
     print_json,
-    progress,
     settings,
 )
 
@@ -41,14 +40,13 @@ def tables(
     """Compute the tables from the checkpoint alone and write a plan. No data, no GPU needed."""
     from ..checkpoint import MoEModel
     from ..loading import check_device
-    from ..offline import build_plan
+    from ..tables.build import build_plan
 
     check_device(device)
     show.check_writable(output)
     start = time.perf_counter()
     moe = MoEModel.open(model)
-    with progress("layers", len(moe)) as tick:
-        plan = build_plan(moe, device=device, tick=tick)
+    plan = build_plan(moe, device=device)
     plan.save(output)
     seconds = time.perf_counter() - start
     if as_json:
@@ -80,7 +78,14 @@ def budget(
     window: Annotated[int, typer.Option(help="Tokens in a window.")] = 1024,
     tokens: Annotated[int, typer.Option(help="Tokens of the text to use.")] = 65536,
     batch: Annotated[int, typer.Option(help="Windows at a time.")] = 1,
-    correct: Annotated[bool, typer.Option(help="Correct τ on the skipped model until the realised ratio fits.")] = True,
+    correct: Annotated[
+        bool | None,
+        typer.Option(
+            help="Correct τ on the skipped model until the realised ratio fits. Default: all but the paper's."
+        ),
+    ] = None,
+    fidelity: Annotated[bool, typer.Option(help="Also measure how far each threshold moves predictions (KL).")] = True,
+    again: Annotated[bool, typer.Option(help="Map budgets again that the plan has for this text already.")] = False,
     allow_other_weights: AllowOtherWeights = False,
     device: Device = None,
     as_json: AsJson = False,
@@ -89,16 +94,18 @@ def budget(
 
     What the policy needs beside, further tables or a calibration on the text's first windows, goes into the plan too.
     """
-    from ..ace import ACE, check_tables, choose
-    from ..budget import check_budget
     from ..checkpoint import MoEModel
     from ..loading import load_model, load_tokenizer, load_windows
-    from ..offline import Passes, calibration_part, fit_budgets, prepare, thresholds
     from ..plan import Plan
+    from ..planning import map_budgets
+    from ..planning.partial import Partial
+    from ..policies import choose
+    from ..runtime.settings import check_budget, check_tables
+    from ..tables import TABLES
     from ..text import check_sizes, read_text
 
     had, made = Plan.load(plan), choose(**settings(policy, preset, gain, min_active, min_mass))
-    check_tables(had, made, calibrates=True)
+    check_tables(had, made, set(TABLES), calibrates=True)
     wanted = [check_budget(b, had.top_k, made.min_active) for b in parse_budgets(budgets)]
     show.check_writable(plan)
     check_sizes(window, tokens, batch)
@@ -106,17 +113,15 @@ def budget(
     tokenizer, loaded = load_tokenizer(model), load_model(model, device)
     windows = load_windows(loaded, tokenizer, text, window, tokens)
     had = had.check_model(MoEModel.of(loaded).fingerprint(), allow_other_weights)
-    ace = ACE(prepare(had, made, loaded, calibration_part(windows)), policy=made)
-    with ace(loaded), progress("windows", None) as tick:
-        passes = Passes(ace, loaded, windows, batch, tick)
-        fits = fit_budgets(passes, wanted, correct=correct and preset != "paper")
-    ace.plan.with_thresholds(thresholds(fits, ace.policy, windows)).save(plan)
+    how: dict[str, Any] = {"batch": batch, "correct": correct, "again": again, "judged": fidelity}
+    how |= {"partial": Partial(plan)}
+    mapped = map_budgets(loaded, had, made, windows, wanted, save=lambda p: p.save(plan), **how)
+    mapped.plan.save(plan)
+    found, passes = mapped.entries, mapped.passes.count
     if as_json:
-        return print_json({"plan": str(plan), "passes": passes.count, "thresholds": [vars(fit) for fit in fits]})
-    out.print(show.fits_table(fits))
-    show.print_line(
-        out, f"{plan}: {len(fits)} thresholds from {windows.workload.tokens:,} tokens in {passes.count} passes."
-    )
+        return print_json({"plan": str(plan), "passes": passes, "thresholds": [show.entry_json(t) for t in found]})
+    out.print(show.entries_table(found))
+    show.print_line(out, f"{plan}: {len(found)} thresholds from {windows.workload.tokens:,} tokens in {passes} passes.")
 
 
 @app.command(

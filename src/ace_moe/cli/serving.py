@@ -23,7 +23,6 @@ from .common import (
     Preset,
     app,
     note,
-    progress,
 )
 
 FORWARDED = {"allow_extra_args": True, "ignore_unknown_options": True}
@@ -96,32 +95,28 @@ def refuse_flags(flags: list[str]) -> None:
 
 def find_plan(model: str, plan: Path | None, settings: Any, text: Path | None) -> Path:
     """The plan file, made where there is none; with a text, its thresholds too."""
-    from ..integrations.vllm.settings import automatic_plan, automatic_plan_path
+    from ..tables.build import automatic_plan, automatic_plan_path
 
     if plan is None:
-        with progress("layers", None) as tick:
-            automatic_plan(model, say=lambda message: note(message.removeprefix("ACE: ")), tick=tick)
+        automatic_plan(model, say=lambda message: note(message.removeprefix("ACE: ")))
         plan = automatic_plan_path(model)[0]
     plan = plan.expanduser().absolute()
     if text is not None:
-        map_budgets(model, plan, settings, text)
+        map_missing(model, plan, settings, text)
     return plan
 
 
-def map_budgets(model: str, plan: Path, settings: Any, text: Path) -> None:
-    """Thresholds for the budgets that the plan has none for, by `ace budget`'s own passes."""
-    from ..ace import ACE
+def map_missing(model: str, path: Path, settings: Any, text: Path) -> None:
+    """Thresholds for the budgets that the plan has none for, as `ace budget` maps them."""
     from ..loading import load_model, load_tokenizer, load_windows
-    from ..offline import Passes, fit_budgets, thresholds
-    from ..plan import Plan
+    from ..planning import map_budgets
+    from ..runtime.settings import by_phase
 
-    own = {"policy": settings.policy, "preset": settings.preset, **settings.policy_settings}
-    ace = ACE(Plan.load(plan), allow_other_weights=settings.allow_other_weights, **own)
-    wanted = settings.skip.values() if isinstance(settings.skip, dict) else [settings.skip]
+    plan, policy = settings.open(model)
     missing = []
-    for budget in sorted({b for b in wanted if b > 0}):
+    for budget in sorted({b for b in by_phase(settings.skip).values() if b != 0}):
         try:
-            ace.plan.threshold(ace.policy.settings, budget, workload=settings.workload)
+            plan.threshold(policy.settings, budget, workload=settings.workload)
         except BudgetError:
             missing.append(budget)
     if not missing:
@@ -129,17 +124,17 @@ def map_budgets(model: str, plan: Path, settings: Any, text: Path) -> None:
     note(f"mapping {', '.join(f'{b:.0%}' for b in missing)} on {text}, then serving")
     loaded = load_model(model)
     windows = load_windows(loaded, load_tokenizer(model), text, 1024, 65536)
-    with ace(loaded), progress("windows", None) as tick:
-        fits = fit_budgets(Passes(ace, loaded, windows, 1, tick), missing)
-    ace.plan.with_thresholds(thresholds(fits, ace.policy, windows)).save(plan)
+    map_budgets(loaded, plan, policy, windows, missing, save=lambda made: made.save(path))
 
 
 def check(model: str, settings: Any) -> None:
     """Everything that can be known before vLLM starts: plan, budget, policy, and that the plan is this model's."""
     from ..integrations.vllm.settings import check_content
+    from ..runtime.settings import thresholds
 
-    ace = settings.open(model)
-    check_content(ace.plan, model, settings.allow_other_weights)
+    plan, policy = settings.open(model)
+    thresholds(plan, policy, settings.skip, settings.workload)
+    check_content(plan, model, settings.allow_other_weights)
 
 
 def server_command(model: str, config: dict[str, Any], flags: list[str]) -> list[str]:

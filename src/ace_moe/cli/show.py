@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
@@ -16,10 +17,9 @@ from ..errors import OutputError
 from ..files import expand
 
 if TYPE_CHECKING:
-    from ..budget import Fit
     from ..checkpoint import MoEModel
     from ..demo import Cell
-    from ..plan import Plan
+    from ..plan import Plan, Threshold
 
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
@@ -62,19 +62,42 @@ def check_folder(path: Path) -> None:
 def plan_table(plan: Plan) -> Table:
     rows = []
     for key, layer in plan.tables.items():
-        experts = plan.fingerprint["structure"][key]["experts"]
+        experts = plan.fingerprint.structure[key]["experts"]
         spread = [f"{t.min():.2f} – {t.max():.2f}" for t in layer.values()]
         rows.append([key, str(experts), *spread])
     names = list(next(iter(plan.tables.values()), {}))
     return table(f"tables of {plan.model} (layer mean 1)", ["layer", "experts", *names], rows)
 
 
-def fits_table(fits: Sequence[Fit]) -> Table:
+def entries_table(entries: Sequence[Threshold]) -> Table:
+    """Budgets with what they realise and what they do to predictions."""
     rows = [
-        [f"{f.budget:.1%}", f"{f.threshold:.6f}", f"{f.realised:.2%}", str(f.passes) if f.corrected else "–"]
-        for f in fits
+        [
+            f"{t.budget:.1%}",
+            f"{t.threshold:.6f}",
+            f"{t.realised:.2%}",
+            str(t.passes) if t.corrected else "–",
+            *_distance(t),
+        ]
+        for t in entries
     ]
-    return table("thresholds", ["budget", "threshold", "realised", "correction passes"], rows)
+    columns = ["budget", "threshold", "realised", "correction passes", "KL", "same top token", "acceptance"]
+    return table("thresholds", columns, rows)
+
+
+def _distance(entry: Threshold) -> list[str]:
+    """KL with its interval where there are windows enough, agreement, acceptance."""
+    found = entry.fidelity
+    if found is None:
+        return ["–"] * 3
+    kl = found["kl"]
+    bounds = "" if kl["low"] is None else f" ({kl['low']:.4f} – {kl['high']:.4f})"
+    return [f"{kl['value']:.4f}{bounds}", f"{found['agreement']['value']:.1%}", f"{found['acceptance']['value']:.1%}"]
+
+
+def entry_json(entry: Threshold) -> dict[str, Any]:
+    names = ("budget", "threshold", "realised", "passes", "corrected", "fidelity")
+    return {name: getattr(entry, name) for name in names}
 
 
 def demo_table(cells: Sequence[Cell]) -> Table:
@@ -96,10 +119,12 @@ def demo_table(cells: Sequence[Cell]) -> Table:
 def plan_json(plan: Plan) -> dict[str, Any]:
     return {
         "model": plan.model,
-        "fingerprint": plan.fingerprint,
+        "fingerprint": plan.fingerprint.to_json(),
         "undefined": plan.undefined,
         "tables": {k: {n: t.tolist() for n, t in layer.items()} for k, layer in plan.tables.items()},
+        "guarded": plan.guarded,
         "thresholds": [asdict(t) for t in plan.thresholds],
+        "recommendation": plan.recommendation,
     }
 
 
@@ -112,7 +137,7 @@ def print_plan(console: Console, plan: Plan) -> None:
         return
     rows = [
         [
-            f"{t.policy}{''.join(f' {v}' for v in t.params.values())}",
+            f"{t.policy}{''.join(f' {v}' for v in t.params.values())}{f' {t.factor}' if t.factor else ''}",
             t.gain,
             str(t.min_active),
             f"{t.budget:.1%}",
@@ -128,7 +153,7 @@ def print_plan(console: Console, plan: Plan) -> None:
 
 
 def model_json(moe: MoEModel) -> dict[str, Any]:
-    from ..dispatch import on_gpu
+    from ..integrations.transformers import on_gpu
 
     return {
         "architecture": moe.architecture,
@@ -141,7 +166,7 @@ def model_json(moe: MoEModel) -> dict[str, Any]:
 
 
 def print_model(console: Console, moe: MoEModel) -> None:
-    from ..dispatch import on_gpu
+    from ..integrations.transformers import on_gpu
 
     rows = []
     for site, facts in zip(moe.sites, moe.structure().values(), strict=True):
@@ -177,38 +202,54 @@ def print_compare(console: Console, results: dict[str, Any], rival: str | None =
 
 
 def _compare_table(results: dict[str, Any], gain: str) -> Table:
+    """KL and perplexity of each method, the nearest to the unskipped model first."""
+    from ..evaluate.compare import kl_of
+
     cells = {(c["method"], c["budget"]): c for c in results["cells"] if c["gain"] == gain}
     budgets, dense = results["grid"]["budgets"], results["dense"]["perplexity"]
     usable = [c for c in cells.values() if c["method"] not in results["references"]]
-    best = {b: min((c["perplexity"] for c in usable if c["budget"] == b), default=0.0) for b in budgets}
-    made = table(f"perplexity with gain {gain} ({dense:.2f} unskipped)", ["method", *(f"{b:.0%}" for b in budgets)], [])
-    for method in results["grid"]["methods"]:
+    best = {b: min((kl_of(c) for c in usable if c["budget"] == b), default=0.0) for b in budgets}
+    title = f"KL to the unskipped model, perplexity ({dense:.2f} unskipped); gain {gain}"
+    made = table(title, ["method", *(f"{b:.0%}" for b in budgets)], [])
+    for method in sorted(results["grid"]["methods"], key=lambda m: _place(cells, m, budgets)):
         row = [_compare_cell(cells.get((method, b)), best[b]) for b in budgets]
         if any(row):
             made.add_row(escape(method), *row)
     return made
 
 
+def _place(cells: dict[tuple[str, float], dict[str, Any]], method: str, budgets: Sequence[float]) -> float:
+    """By the budget next to 50 % that the method has."""
+    from ..evaluate.compare import kl_of
+
+    has = [cells[method, b] for b in sorted(budgets, key=lambda b: abs(b - 0.5)) if (method, b) in cells]
+    return kl_of(has[0]) if has else math.inf
+
+
 def _compare_cell(cell: dict[str, Any] | None, best: float) -> str:
+    from ..evaluate.compare import kl_of
+
     if cell is None:
         return ""
-    text = f"{cell['perplexity']:.2f}{'*' if abs(cell['realised'] - cell['budget']) > OFF else ''}"
-    return f"[bold]{text}[/]" if cell["perplexity"] == best else text
+    kl = f"{cell['kl']['value']:.4f} " if "kl" in cell else ""
+    text = f"{kl}{cell['perplexity']:.2f}{'*' if abs(cell['realised'] - cell['budget']) > OFF else ''}"
+    return f"[bold]{text}[/]" if kl_of(cell) == best else text
 
 
 def _rival_table(rows: Sequence[dict[str, Any]], rival: str) -> Table:
     lines = [
-        [
-            r["method"],
-            r["gain"],
-            f"{r['budget']:.0%}",
-            f"{r['value']:+.2%}",
-            f"{r['low']:+.2%} … {r['high']:+.2%}",
-            f"{r['p']:.3f}",
-        ]
-        for r in rows
+        [r["method"], r["gain"], f"{r['budget']:.0%}", _change(r.get("kl")), _change(r), f"{r['p']:.3f}"] for r in rows
     ]
-    return table(f"perplexity against {rival}", ["method", "gain", "budget", "change", "95 % interval", "p"], lines)
+    columns = ["method", "gain", "budget", "KL (95 % interval)", "perplexity (95 % interval)", "p"]
+    return table(f"change of KL and perplexity against {rival}", columns, lines)
+
+
+def _change(found: dict[str, Any] | None) -> str:
+    """A relative change with its interval, where there are windows enough for one."""
+    if found is None:
+        return "–"
+    bounds = "" if found["low"] is None else f" ({found['low']:+.2%} … {found['high']:+.2%})"
+    return f"{found['value']:+.2%}{bounds}"
 
 
 def _stem(name: str) -> str:
@@ -244,10 +285,12 @@ def correlation_table(found: dict[str, dict[str, dict[str, float]]]) -> Table:
 
 
 def print_perplexity(console: Console, results: dict[str, Any], protocol: str, window: int) -> None:
-    low, high = results["interval"]
+    from ..statistics import Interval, said
+
+    bounds = said(Interval(results["perplexity"], *results["interval"]))
     print_line(
         console,
-        f"perplexity {results['perplexity']:.4f} (95 % interval {low:.2f} – {high:.2f}); protocol {protocol}, "
+        f"perplexity {results['perplexity']:.4f} ({bounds}); protocol {protocol}, "
         f"{results['windows']} windows of {window:,} tokens, {results['targets']:,} counted",
     )
     if results["ace"] is not None:

@@ -24,7 +24,6 @@ from .common import (
     out,
     parse_budgets,
     print_json,
-    progress,
     settings,
 )
 
@@ -76,8 +75,8 @@ def perplexity(
     tokenizer, loaded = load_tokenizer(model), load_model(model, device)
     windows = pieces(chosen, content, tokenizer, loaded.get_input_embeddings().num_embeddings, window, tokens)
     facts = {"model": Path(model).name, "setup": setup_of(loaded, ace, skip, batch)}
-    with ace(loaded) if ace else nullcontext(), progress("windows", -(-len(windows) // batch)) as tick:
-        results = run(loaded, ace, chosen, windows, output, facts, batch, tick)
+    with ace(loaded) if ace else nullcontext():
+        results = run(loaded, ace, chosen, windows, output, facts, batch)
     if as_json:
         return print_json(results)
     show.print_perplexity(out, results, protocol, window)
@@ -135,12 +134,11 @@ def evaluate_tasks(
     made = _harness(harness, model, plan, options, device, batch, max_new_tokens, chat)
     settled = made.ace.policy.settings
     identity = {
-        "model": Plan.load(plan).fingerprint["content"],
+        "model": Plan.load(plan).fingerprint.routers.exact,
         **{"harness": harness, "limit": limit, "policy": settled, "batch": batch, "cap": max_new_tokens, "chat": chat},
     }
     facts = {**of.facts(model), "settings": of.describe(settled, harness)}
-    with progress("tasks", len(names) * len(skips)) as tick:
-        results = of.evaluate(made, names, skips, rows, limit, output, identity, facts, tick)
+    results = of.evaluate(made, names, skips, rows, limit, output, identity, facts)
     if as_json:
         return print_json(results)
     out.print(show.tasks_table(results))

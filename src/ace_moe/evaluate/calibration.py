@@ -8,7 +8,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from ..loading import load_windows
-from ..offline import CALIBRATED_ON, calibration_part
+from ..planning.recipe import CALIBRATED_ON, calibration_part
 from ..text import Windows
 
 

@@ -12,38 +12,40 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ..ace import ACE
-from ..budget import Fit, Histogram, check_budget
+from .. import progress
 from ..errors import AceError, ModelError, OptionError, PlanError
-from ..offline import add_tables, prepare
 from ..plan import Plan, missing_table
-from ..policies import POLICIES, Policy
+from ..planning.mapping import Fit, Histogram
+from ..planning.recipe import prepare
+from ..policies import PRESETS, Policy, find
+from ..runtime.settings import check_budget
 from ..scoring import Score
+from ..statistics import perplexity_change, perplexity_interval, relative_change, token_interval
+from ..tables.build import add_tables
 from .grid import Grid, Key, parse_method
-from .mapping import Bench, Near, Outcome, Recorder, by_quantile, dense_pass, fit
 from .oracle import by_expert, table_correlation
-from .statistics import perplexity_change, perplexity_interval
 from .store import open_results, write_json
+from .subject import Near, Outcome, Recorder, Subject, by_quantile, dense_pass, fit
 
 KIND = "compare"
+MEASURES = ("kl", "agreement", "acceptance")
 Results = dict[str, Any]
 T = TypeVar("T")
 
 
-def compare(bench: Bench, grid: Grid, path: Path, facts: Results, done: Callable[[], None] = lambda: None) -> Results:
-    """Measure every cell that is not in the file yet. `facts` are written beside the numbers; `done` follows each cell."""
-    results = open_results(path, KIND, identity(bench, grid))
+def compare(subject: Subject, grid: Grid, path: Path, facts: Results) -> Results:
+    """Measure every cell that is not in the file yet. `facts` are written beside the numbers."""
+    results = open_results(path, KIND, identity(subject, grid))
     results |= {**facts, "command": commands(results.get("command"), facts.get("command", ""))}
     results.setdefault("cells", [])
     finished = {Key(c["method"], c["gain"], c["budget"]) for c in results["cells"]}
     missing = [key for key in grid if key not in finished]
-    for _ in range(len(list(grid)) - len(missing)):
-        done()
     results["grid"] = merged_grid(results.get("grid"), grid)
     results["references"] = [m for m in results["grid"]["methods"] if is_reference(m)]
     results["refused"] = {m: why for m, why in results.get("refused", {}).items() if m not in grid.methods}
     if missing or "dense" not in results:
-        Run(bench, grid, path, results, done).all(missing)
+        with progress.task("cells", len(list(grid)), done=len(list(grid)) - len(missing)) as task:
+            Run(subject, grid, path, results, task).all(missing)
     write_json(path, results)
     return results
 
@@ -56,19 +58,19 @@ def commands(before: str | None, now: str) -> str:
 def is_reference(method: str) -> bool:
     """Whether the method looks at every expert's output: it saves nothing and shows what a perfect score could reach."""
     name, _ = parse_method(method)
-    return name in POLICIES and POLICIES[name].needs_norms
+    return name not in PRESETS and bool(find(name).needs_norms)
 
 
-def identity(bench: Bench, grid: Grid) -> Results:
+def identity(subject: Subject, grid: Grid) -> Results:
     """What must be the same for a file to be continued."""
-    workload = bench.windows.workload
+    workload = subject.windows.workload
     return {
-        "model": bench.plan.fingerprint["content"],
-        "dtype": str(bench.model.dtype).removeprefix("torch."),
+        "model": subject.plan.fingerprint.routers.exact,
+        "dtype": str(subject.model.dtype).removeprefix("torch."),
         "text": workload.sha256,
-        "calibration": bench.calibration.workload.sha256 if bench.calibration else None,
-        "window": bench.windows.ids.shape[1],
-        "batch": bench.batch,  # changes rounding, and what methods that decide by batch see
+        "calibration": subject.calibration.workload.sha256 if subject.calibration else None,
+        "window": subject.windows.ids.shape[1],
+        "batch": subject.batch,  # changes rounding, and what methods that decide by batch see
         "safeguards": grid.safeguards,
         "correct": grid.correct,
     }
@@ -84,17 +86,17 @@ def merged_grid(before: Results | None, grid: Grid) -> Results:
 class Run:
     """One run over the missing cells."""
 
-    def __init__(self, bench: Bench, grid: Grid, path: Path, results: Results, done: Callable[[], None]):
-        self.bench, self.grid, self.path, self.results, self.done = bench, grid, path, results, done
+    def __init__(self, subject: Subject, grid: Grid, path: Path, results: Results, task: progress.Task):
+        self.subject, self.grid, self.path, self.results, self.task = subject, grid, path, results, task
 
     def all(self, missing: Sequence[Key]) -> None:
         """Policies that need no text share one dense pass; each calibrated one comes after, with a dense pass of its own."""
         methods = list(dict.fromkeys(key.method for key in missing))
         ready = {method: made for method in methods if (made := self._tried(method, self._policy, method)) is not None}
         free = {method: policy for method, policy in ready.items() if not policy.calibrated}
-        plan = self.bench.plan
+        plan = self.subject.plan
         for method, policy in free.items():
-            plan = self._tried(method, add_tables, plan, policy, self.bench.model) or plan
+            plan = self._tried(method, add_tables, plan, policy.tables, self.subject.model) or plan
         seen = self._dense(plan, free)
         for method in free:
             self._method(method, plan, missing, seen.get(method))
@@ -105,8 +107,8 @@ class Run:
         return self.grid.policy(method, self.grid.gains[0])
 
     def _calibrated(self, method: str, policy: Policy, missing: Sequence[Key]) -> None:
-        text = self.bench.calibration or self.bench.windows
-        plan = self._tried(method, prepare, self.bench.plan, policy, self.bench.model, text)
+        text = self.subject.calibration or self.subject.windows
+        plan = self._tried(method, prepare, self.subject.plan, policy, self.subject.model, text)
         if plan is not None:
             self._method(method, plan, missing, self._dense(plan, {method: policy}).get(method))
 
@@ -119,37 +121,37 @@ class Run:
             return None
 
     def _dense(self, plan: Plan, policies: Mapping[str, Policy]) -> dict[str, Histogram]:
-        attachable = {m: p for m, p in policies.items() if self._tried(m, self._attachable, plan, p) is not None}
-        voices = {m: p for m, p in attachable.items() if by_quantile(p)}
-        if not voices and "dense" in self.results:
+        ready = {m: p for m, p in policies.items() if self._tried(m, self._ready, plan, p) is not None}
+        watchers = {m: p for m, p in ready.items() if by_quantile(p)}
+        if not watchers and "dense" in self.results:
             return {}
         start = time.perf_counter()
-        dense, seen = dense_pass(replace(self.bench, plan=plan), voices)
+        dense, seen = dense_pass(replace(self.subject, plan=plan), watchers)
         if "dense" not in self.results:
             self._describe(plan, dense, time.perf_counter() - start)
         return seen
 
     def _describe(self, plan: Plan, dense: Score, seconds: float) -> None:
-        bench, one_each = self.bench, by_expert(plan)
+        subject, one_each = self.subject, by_expert(plan)
         self.results["dense"] = {**_measured(dense), "seconds": seconds}
         self.results["tables"] = {
             key: {name: [round(v, 5) for v in table.tolist()] for name, table in layer.items()}
             for key, layer in one_each.items()
         }
-        self.results["oracle"] = table_correlation(bench.model, one_each, bench.windows, bench.batch, bench.tick)
+        self.results["oracle"] = table_correlation(subject.model, one_each, subject.windows, subject.batch)
         write_json(self.path, self.results)
 
     def _method(self, method: str, plan: Plan, missing: Sequence[Key], dense: Histogram | None) -> None:
         keys = [key for key in missing if key.method == method]
         for gain in dict.fromkeys(key.gain for key in keys):
-            ace = self._tried(method, lambda g: self._attachable(plan, self.grid.policy(method, g)), gain)
-            if ace is None:
+            policy = self._tried(method, lambda g: self._ready(plan, self.grid.policy(method, g)), gain)
+            if policy is None:
                 continue
-            with ace(self.bench.model):
-                passes = Recorder(ace, self.bench)
+            with self.subject.under(policy, plan) as runtime:
+                passes = Recorder(runtime, self.subject)
                 for key in (k for k in keys if k.gain == gain):
                     self._try(key, passes, dense)
-                    self.done()
+                    self.task.advance()
 
     def _try(self, key: Key, passes: Recorder, dense: Histogram | None) -> None:
         try:
@@ -160,7 +162,7 @@ class Run:
 
     def _cell(self, key: Key, passes: Recorder, dense: Histogram | None) -> None:
         start, before = time.perf_counter(), passes.count
-        check_budget(key.budget, passes.ace.top_k, passes.ace.policy.min_active)
+        check_budget(key.budget, self.subject.plan.top_k, passes.policy.min_active)
         found = fit(passes, key.budget, dense, self._near(key), self.grid.correct)
         outcome = passes.outcome(found.threshold)
         cell = key._asdict() | self._numbers(found, outcome, key.budget == self.grid.detail)
@@ -174,6 +176,7 @@ class Run:
         change = perplexity_change(outcome.score, score_of(self.results["dense"]))
         return {
             **_measured(outcome.score),
+            **_faithful(outcome.score),
             "change": asdict(change),
             "threshold": found.threshold,
             "realised": outcome.realised,
@@ -181,10 +184,10 @@ class Run:
             **({"experts": outcome.experts} if detail else {}),
         }
 
-    def _attachable(self, plan: Plan, policy: Policy) -> ACE:
-        if lacking := plan.lacks(policy.needs):
-            raise PlanError(missing_table(policy.name, lacking[0], policy.calibrated))
-        return self.bench.attachable(policy, plan)
+    def _ready(self, plan: Plan, policy: Policy) -> Policy:
+        if lacking := plan.lacks(policy.tables):
+            raise PlanError(missing_table(policy.key, lacking[0], policy.calibrated))
+        return policy
 
     def _near(self, key: Key) -> Near | None:
         """What the same method and budget had under another gain: gains move hidden states, and with them ratios, little."""
@@ -203,6 +206,14 @@ def _measured(score: Score) -> Results:
     }
 
 
+def _faithful(score: Score) -> Results:
+    """Means over tokens with their intervals, and KL by window, so that two cells can be compared in pairs."""
+    if score.fidelity is None:
+        return {}
+    means = {n: asdict(token_interval(getattr(score.fidelity, n), score.by_window)) for n in MEASURES}
+    return {**means, "kl_by_window": score.fidelity.kl}
+
+
 # ---- reading results ----------------------------------------------------------------------------------------------
 
 
@@ -217,7 +228,7 @@ def cell_at(results: Results, method: str, gain: str, budget: float) -> Results 
 
 
 def against(results: Results, rival: str) -> list[Results]:
-    """Each cell's paired change of perplexity against the rival's at the same gain and budget."""
+    """Each cell's paired change of perplexity and of KL against the rival's at the same gain and budget."""
     if rival not in results["grid"]["methods"]:
         raise OptionError(f"{rival!r} is not in these results. Choose one of: {', '.join(results['grid']['methods'])}.")
     rows = []
@@ -225,5 +236,18 @@ def against(results: Results, rival: str) -> list[Results]:
         other = cell_at(results, rival, cell["gain"], cell["budget"])
         if other is not None and cell["method"] != rival:
             change = perplexity_change(score_of(cell), score_of(other))
-            rows.append({k: cell[k] for k in ("method", "gain", "budget")} | {"rival": rival, **asdict(change)})
+            row = {k: cell[k] for k in ("method", "gain", "budget")} | {"rival": rival, **asdict(change)}
+            rows.append(row | _kl_change(cell, other))
     return rows
+
+
+def _kl_change(cell: Results, other: Results) -> Results:
+    """Results of earlier releases have no KL."""
+    if "kl_by_window" not in cell or "kl_by_window" not in other:
+        return {}
+    return {"kl": asdict(relative_change(cell["kl_by_window"], other["kl_by_window"]))}
+
+
+def kl_of(cell: Results) -> float:
+    """What tables are sorted by; perplexity stands in for it in results of earlier releases."""
+    return cell["kl"]["value"] if "kl" in cell else cell["change"]["value"]

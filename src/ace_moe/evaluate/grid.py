@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ..errors import OptionError
-from ..policies import POLICIES, PRESETS, Policy, make
+from ..policies import POLICIES, PRESETS, Policy, find, make
 from ..policies import parse as parse_method
 from ..rule import GAINS
 
@@ -44,9 +44,8 @@ class Grid:
     @property
     def calibrated(self) -> bool:
         """Whether any of the methods needs a text."""
-        return any(
-            POLICIES[name].calibrated for method in self.methods if (name := parse_method(method)[0]) in POLICIES
-        )
+        names = (parse_method(method)[0] for method in self.methods)
+        return any(find(name).calibrated for name in names if name not in PRESETS)
 
     @property
     def detail(self) -> float:

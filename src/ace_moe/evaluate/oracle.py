@@ -13,9 +13,11 @@ from transformers import PreTrainedModel
 
 from ..checkpoint import MoEModel
 from ..plan import Plan
+from ..planning.passes import read_through
 from ..policies import Tables
+from ..policies.calibration import answers
+from ..statistics import pearson, spearman
 from ..text import Windows
-from .statistics import pearson, spearman
 
 Seen = dict[str, list[tuple[Tensor, Tensor]]]
 
@@ -38,33 +40,24 @@ def observed(model: PreTrainedModel) -> Iterator[Seen]:
 def _hook(found: list[tuple[Tensor, Tensor]]) -> Callable[..., None]:
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         hidden, ids = (*args, *kwargs.values())[:2]
-        found.append((ids.cpu(), slot_norms(module, hidden, ids).cpu()))
+        found.append((ids.cpu(), answers(module, hidden, ids).norm(dim=-1).cpu()))
 
     return hook
 
 
-def slot_norms(experts: nn.Module, hidden: Tensor, ids: Tensor) -> Tensor:
-    """‖f_e(x)‖ of each slot, [T, k]: the module's own code, one slot of every token at a time with gate 1."""
-    one = torch.ones_like(ids[:, :1], dtype=hidden.dtype)
-    columns = [experts.forward(hidden, ids[:, j : j + 1], one).float().norm(dim=-1) for j in range(ids.shape[1])]
-    return torch.stack(columns, dim=-1)
-
-
 def by_expert(plan: Plan) -> Tables:
     """The tables with one number per expert; some policies' have other shapes."""
-    experts = {key: layer["experts"] for key, layer in plan.fingerprint["structure"].items()}
+    experts = {key: layer["experts"] for key, layer in plan.fingerprint.structure.items()}
     return {key: {n: t for n, t in layer.items() if t.shape == (experts[key],)} for key, layer in plan.tables.items()}
 
 
 @torch.inference_mode()
 def table_correlation(
-    model: PreTrainedModel, tables: Tables, windows: Windows, batch: int = 1, tick: Callable[[], None] = lambda: None
+    model: PreTrainedModel, tables: Tables, windows: Windows, batch: int = 1
 ) -> dict[str, dict[str, dict[str, float]]]:
     """By layer and table: Pearson and Spearman over slots, and over experts with their mean norms. One dense pass."""
     with observed(model) as seen:
-        for ids in windows.batches(batch):
-            model(input_ids=ids.to(model.device), use_cache=False)
-            tick()
+        read_through(model, windows, batch)
     found = {}
     for key, passes in seen.items():
         ids, norms = (torch.cat(parts).flatten() for parts in zip(*passes, strict=True))

@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from .. import progress
 from ..errors import OptionError, TextError
-from ..scoring import Score, Tick, read
+from ..scoring import Score, read
 from ..text import check_sizes, encode
 
 SHORTEST_ROW = 512  # characters; rows under it are left out by the released code
@@ -104,14 +105,14 @@ def measure(
     protocol: Protocol,
     windows: Sequence[Tensor],
     batch: int = 1,
-    tick: Tick = lambda: None,
     known: Sequence[float] = (),
     save: Callable[[list[float]], None] = lambda nll: None,
 ) -> Score:
     """The protocol's score. `known` are windows an earlier run finished; `save` gets all finished ones after each batch."""
     nll = list(known)
-    for ids in _batches(windows[len(nll) :], batch):
-        nll += read(model, ids)
-        save(nll)
-        tick()
+    with progress.task("windows", len(windows), done=len(nll)) as task:
+        for ids in _batches(windows[len(nll) :], batch):
+            nll += read(model, ids)
+            save(nll)
+            task.advance(len(ids))
     return protocol.score(nll, [len(w) for w in windows])

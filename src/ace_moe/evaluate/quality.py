@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 
 from ..ace import ACE
 from ..checkpoint import MoEModel
+from ..statistics import perplexity_interval
 from .perplexity import Protocol, measure
-from .statistics import perplexity_interval
 from .store import open_results, write_json
 
 KIND = "perplexity"
@@ -29,20 +29,21 @@ def run(
     path: Path | None,
     facts: Results,
     batch: int = 1,
-    tick: Callable[[], None] = lambda: None,
 ) -> Results:
     """The protocol's perplexity with its interval and, with a plan attached, the realised ratio; into `path` if given."""
     results: Results = open_results(path, KIND, identity(protocol, windows, facts)) if path else {"kind": KIND}
     results |= facts
     known = results.get("nll", [])
-    _restore(ace, results.get("counts", {}))
+    if ace is not None:
+        ace.reset()
+        ace.runtime.restore_counts(results.get("counts", {}))
 
     def save(nll: list[float]) -> None:
         results["nll"], results["counts"] = list(nll), _counts(ace)
         if path is not None:
             write_json(path, results)
 
-    score = measure(model, protocol, windows, batch, tick, known, save)
+    score = measure(model, protocol, windows, batch, known, save)
     interval = perplexity_interval(score)
     results |= {"perplexity": score.perplexity, "interval": [interval.low, interval.high], "windows": len(windows)}
     results |= {"targets": score.targets, "ace": None if ace is None else ace.report()}
@@ -53,7 +54,7 @@ def run(
 
 def setup_of(model: PreTrainedModel, ace: ACE | None, skip: float, batch: int) -> Results:
     """The model, its precision and what is skipped. Batches are part of it: they change rounding."""
-    content = MoEModel.of(model).fingerprint()["content"]
+    content = MoEModel.of(model).content()
     settings = ace.policy.settings if ace is not None else {}
     return {"model": content, "dtype": str(model.dtype), "skip": skip, "batch": batch, **settings}
 
@@ -65,14 +66,4 @@ def identity(protocol: Protocol, windows: Sequence[Tensor], facts: Results) -> R
 
 
 def _counts(ace: ACE | None) -> Results:
-    return {} if ace is None else {s.key: s.counts.tolist() for s in ace.skippers}
-
-
-def _restore(ace: ACE | None, counts: Results) -> None:
-    """Counters go on where the stopped run left them."""
-    if ace is None:
-        return
-    ace.reset()
-    for skipper in ace.skippers:
-        if skipper.key in counts:
-            skipper.counts.copy_(torch.tensor(counts[skipper.key]))
+    return {} if ace is None else {key: c.tolist() for key, c in ace.runtime.counts().items()}

@@ -13,13 +13,14 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from .. import progress
 from ..ace import ACE
 from ..errors import OptionError, TaskError, brief
 from ..files import expand
+from ..statistics import mean_difference, mean_interval
 from ..version import __version__
 from .answers import boxed, last_number, program, same_answer
 from .sandbox import passes
-from .statistics import mean_difference, mean_interval
 from .store import open_results, write_json
 
 KIND = "eval"
@@ -220,19 +221,20 @@ def evaluate(
     path: Path,
     identity: Results,
     facts: Results,
-    done: Callable[[], None] = lambda: None,
 ) -> Results:
     """Every task at every budget that is not in the file yet; each cell is written as soon as it is there."""
     results = open_results(path, KIND, identity) | facts
     results.setdefault("cells", [])
-    for skip in sorted(skips):  # the unskipped model first: the others are compared with it
-        for task in tasks:
-            if find_cell(results, task, skip) is None:
-                harness.set_skip(skip)
-                metric, questions = harness.ask(task, rows.get(task), limit)
-                results["cells"].append(_cell(results, task, skip, metric, questions) | {"realised": harness.realised})
-                write_json(path, results)
-            done()
+    with progress.task("tasks", len(skips) * len(tasks)) as bar:
+        for skip in sorted(skips):  # the unskipped model first: the others are compared with it
+            for task in tasks:
+                if find_cell(results, task, skip) is None:
+                    harness.set_skip(skip)
+                    metric, questions = harness.ask(task, rows.get(task), limit)
+                    cell = _cell(results, task, skip, metric, questions)
+                    results["cells"].append(cell | {"realised": harness.realised})
+                    write_json(path, results)
+                bar.advance()
     return results
 
 

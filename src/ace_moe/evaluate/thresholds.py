@@ -15,15 +15,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from .. import budget as budgets
-from ..ace import ACE
-from ..budget import Histogram
+from .. import progress
 from ..errors import OptionError, PolicyError
 from ..plan import Workload
+from ..planning import mapping
+from ..planning.mapping import Histogram
 from ..policies import Policy
+from ..runtime import Runtime
 from ..text import Windows
-from .mapping import Bench, Recorder, by_quantile, fit
 from .store import open_results, write_json
+from .subject import Recorder, Subject, by_quantile, fit
 
 KIND = "study thresholds"
 TOLERANCE = 1e-3  # a tenth of a point of realised ratio, for every way of mapping
@@ -35,7 +36,7 @@ Results = dict[str, Any]
 class Study:
     """One policy on one model over several workloads. `measured`: carried thresholds are run, not read off histograms."""
 
-    bench: Bench
+    subject: Subject
     policy: Policy
     budgets: tuple[float, ...]
     measured: bool = True
@@ -43,28 +44,26 @@ class Study:
 
     def identity(self, workloads: Sequence[Windows]) -> Results:
         return {
-            "model": self.bench.plan.fingerprint["content"],
+            "model": self.subject.plan.fingerprint.routers.exact,
             "policy": self.policy.settings,
             "texts": [w.workload.sha256 for w in workloads],
             "measured": self.measured,
         }
 
 
-def study(
-    setup: Study, workloads: Sequence[Windows], path: Path, facts: Results, done: Callable[[], None] = lambda: None
-) -> Results:
-    """Thresholds of each workload, every transfer between two, and the cost on the first one. `done` follows each part."""
+def study(setup: Study, workloads: Sequence[Windows], path: Path, facts: Results) -> Results:
+    """Thresholds of each workload, every transfer between two, and the cost on the first one."""
     _check(setup, workloads)
     results = open_results(path, KIND, setup.identity(workloads)) | facts
     for part in ("workloads", "transfers", "cost"):
         results.setdefault(part, [])
     results["budgets"] = sorted({*results.get("budgets", ()), *setup.budgets})
-    for windows in workloads:
-        _workload(setup, windows, workloads, results, lambda: write_json(path, results))
-        done()
-    if not results["cost"]:
-        results["cost"] = cost(setup, workloads[0])
-    done()
+    with progress.task("parts", len(workloads) + 1) as task:
+        for windows in workloads:
+            _workload(setup, windows, workloads, results, lambda: write_json(path, results))
+            task.advance()
+        if not results["cost"]:
+            results["cost"] = cost(setup, workloads[0])
     write_json(path, results)
     return results
 
@@ -72,7 +71,7 @@ def study(
 def _check(setup: Study, workloads: Sequence[Windows]) -> None:
     if not by_quantile(setup.policy):
         raise PolicyError(
-            f"Policy {setup.policy.name!r} has no threshold on contributions that could be carried. Choose a token policy, "
+            f"Policy {setup.policy.key!r} has no threshold on contributions that could be carried. Choose a token policy, "
             "such as ace or share."
         )
     names = [w.workload.name for w in workloads]
@@ -90,9 +89,10 @@ def _workload(
     todo = [b for b in setup.budgets if not _found(results["workloads"], workload=name, budget=b)]
     if not todo:
         return
-    ace = setup.bench.attachable(setup.policy)
-    with ace(setup.bench.model):
-        runs = {w.workload.name: Recorder(ace, replace(setup.bench, windows=w)) for w in workloads}
+    with setup.subject.under(setup.policy) as runtime:
+        runs = {
+            w.workload.name: Recorder(runtime, replace(setup.subject, windows=w), faithful=False) for w in workloads
+        }
         seen = {other: run(0.0) for other, run in runs.items()} if not setup.measured else {name: runs[name](0.0)}
         for budget in todo:
             made = fit(runs[name], budget, seen[name])
@@ -129,19 +129,17 @@ def cost(setup: Study, windows: Windows) -> list[Results]:
     ways: dict[str, Callable[[Recorder], list[float]]] = {
         "quantile": lambda run: _quantile(run, setup.budgets, correct=False),
         "quantile, corrected": lambda run: _quantile(run, setup.budgets, correct=True),
-        "binary search": lambda run: [budgets.search(run, b, TOLERANCE).threshold for b in setup.budgets],
+        "binary search": lambda run: [mapping.search(run, b, TOLERANCE).threshold for b in setup.budgets],
         "frontier walk": lambda run: _walk(run, setup.budgets, setup.points),
     }
-    ace = setup.bench.attachable(setup.policy)
-    with ace(setup.bench.model):
-        return [
-            _timed(name, way, ace, replace(setup.bench, windows=windows), setup.budgets) for name, way in ways.items()
-        ]
+    with setup.subject.under(setup.policy) as runtime:
+        subject = replace(setup.subject, windows=windows)
+        return [_timed(name, way, runtime, subject, setup.budgets) for name, way in ways.items()]
 
 
 def _quantile(run: Recorder, wanted: Sequence[float], correct: bool) -> list[float]:
-    fits = budgets.map_budgets(run(0.0), wanted)
-    return [budgets.correct(run, f, TOLERANCE).threshold if correct else f.threshold for f in fits]
+    fits = mapping.quantile_fits(run(0.0), wanted)
+    return [mapping.correct(run, f, TOLERANCE).threshold if correct else f.threshold for f in fits]
 
 
 def _walk(run: Recorder, wanted: Sequence[float], points: int) -> list[float]:
@@ -156,9 +154,9 @@ def _walk(run: Recorder, wanted: Sequence[float], points: int) -> list[float]:
 
 
 def _timed(
-    name: str, way: Callable[[Recorder], list[float]], ace: ACE, bench: Bench, wanted: Sequence[float]
+    name: str, way: Callable[[Recorder], list[float]], runtime: Runtime, subject: Subject, wanted: Sequence[float]
 ) -> Results:
-    run, start = Recorder(ace, bench), time.perf_counter()
+    run, start = Recorder(runtime, subject, faithful=False), time.perf_counter()
     thresholds = way(run)
     passes, seconds = run.count, time.perf_counter() - start
     realised = [run.outcome(tau).realised for tau in thresholds]  # what was not run is, after the clock stopped

@@ -7,31 +7,35 @@ function drawCompare(results) {
   const used = methods.filter((method) => results.cells.some((c) => c.method === method));
   const middle = budgets.reduce((a, b) => (Math.abs(b - 0.5) < Math.abs(a - 0.5) ? b : a));
   const start = gains.includes("power") ? "power" : gains[gains.length - 1]; // the default gain
-  const ranked = [...used].sort((a, b) => (cell(a, start, middle)?.perplexity ?? 1e9) - (cell(b, start, middle)?.perplexity ?? 1e9));
+  const faithful = results.cells.some((c) => c.kl); // results of earlier releases know perplexity alone
+  const judge = (c) => (c ? (faithful ? c.kl?.value ?? 1e9 : c.perplexity) : 1e9);
+  const measures = [...(faithful ? ["KL"] : []), "perplexity", "change"];
+  const ranked = [...used].sort((a, b) => judge(cell(a, start, middle)) - judge(cell(b, start, middle)));
   const index = (method) => ranked.indexOf(method); // colours go to the best first: those are looked at
   const best = ranked.slice(0, 6).concat(["ace", "share"].filter((m) => index(m) >= 6));
-  const state = { gain: start, measure: "change", shows: "perplexity", budget: middle, shown: new Set(best) };
+  const state = { gain: start, measure: faithful ? "KL" : "change", shows: measures[0], budget: middle, shown: new Set(best) };
 
   cards();
   section("quality", "Quality against budget",
-    "Perplexity of each method as more expert slots are skipped. Bands are 95\u00a0% intervals: paired with the unskipped model " +
-    "window by window for the change, over windows for perplexity itself. Point at a dot for its numbers.", drawCurves);
+    "How far each method moves the model as more expert slots are skipped. KL, in nats a token, is the distance of its predictions " +
+    "from the unskipped model's; perplexity can fall when a model only gets blunter. Bands are 95\u00a0% intervals over windows, " +
+    "paired for the change of perplexity; KL has one from 8 windows on. Point at a dot for its numbers.", drawCurves);
   section("main-table", "Main table",
-    "By method and budget, the best of each column in colour. A star marks a realised ratio more than half a point off the " +
+    "By method and budget, nearest to the unskipped model first, the best of each column in colour. A star marks a realised ratio more than half a point off the " +
     "budget; point at a cell to see it. Methods in italics run every expert to know its output: they save nothing and show " +
     "what a perfect score could reach.", drawTable);
   if (data.rivals.length) section("rival", `Against ${data.rivals[0].rival}`,
-    "Change of perplexity against this method at the same budget and gain, on the same windows, with 95\u00a0% intervals. " +
+    `Change of ${faithful ? "KL" : "perplexity"} against this method at the same budget and gain, on the same windows, with 95\u00a0% intervals. ` +
     "Left of the line is better.", drawRival);
   section("layers", "Where slots are skipped",
     "Realised ratio by layer: one threshold for all layers spends the budget where contributions are small.", drawLayers);
 
   function cards() {
     const best = (budget) => results.cells.filter((c) => c.budget === budget && !references.has(c.method))
-      .reduce((a, c) => (!a || c.perplexity < a.perplexity ? c : a), null);
+      .reduce((a, c) => (!a || judge(c) < judge(a) ? c : a), null);
     const chosen = [budgets[0], middle, budgets[budgets.length - 1]].filter((b, i, all) => all.indexOf(b) === i);
-    const made = chosen.map(best).filter(Boolean).map((c) => card(signed(c.change.value),
-      `best at ${percent(c.budget)}: ${c.method}, gain ${c.gain}`));
+    const made = chosen.map(best).filter(Boolean).map((c) => card(faithful ? c.kl.value.toFixed(3) : signed(c.change.value),
+      `${faithful ? "least KL" : "best"} at ${percent(c.budget)}: ${c.method}, gain ${c.gain}`));
     document.getElementById("main").append(el("div", { class: "cards" },
       card(number(dense.perplexity), "perplexity unskipped"), made));
   }
@@ -41,16 +45,30 @@ function drawCompare(results) {
   }
 
   function describe(c) {
-    return `${c.method} · gain ${c.gain}\nbudget ${percent(c.budget)}, realised ${percent(c.realised, 2)}\n` +
-      `perplexity ${number(c.perplexity)} (${number(c.interval[0])} – ${number(c.interval[1])})\n` +
-      `change ${signed(c.change.value, 2)} (${signed(c.change.low, 2)} … ${signed(c.change.high, 2)})`;
+    const bounds = (low, high, show) => (low === null ? "(no interval)" : `(${show(low)} … ${show(high)})`);
+    const fine = (x) => x.toFixed(4), share = (x) => percent(x, 1), two = (x) => signed(x, 2);
+    const kl = c.kl ? `KL ${fine(c.kl.value)} ${bounds(c.kl.low, c.kl.high, fine)}\n` +
+      `same top token ${share(c.agreement.value)}, accepted as a draft ${share(c.acceptance.value)}\n` : "";
+    return `${c.method} · gain ${c.gain}\nbudget ${percent(c.budget)}, realised ${percent(c.realised, 2)}\n${kl}` +
+      `perplexity ${number(c.perplexity)} ${bounds(...c.interval, number)}\n` +
+      `change ${two(c.change.value)} ${bounds(c.change.low, c.change.high, two)}`;
   }
 
   // ---- curves ----
 
   function values(c) {
-    const paired = [c.change.low, c.change.high].map((x) => dense.perplexity * (1 + x));
-    return state.measure === "change" ? [c.perplexity, ...paired] : [c.perplexity, ...c.interval];
+    const around = (value, bounds) => [value, ...bounds.map((x) => x ?? value)]; // no interval: no band
+    if (state.measure === "KL") return around(c.kl.value, [c.kl.low, c.kl.high]);
+    const paired = [c.change.low, c.change.high].map((x) => (x === null ? null : dense.perplexity * (1 + x)));
+    return around(c.perplexity, state.measure === "change" ? paired : c.interval);
+  }
+
+  function level(value) {
+    return state.measure === "KL" ? value : Math.log(value);
+  }
+
+  function base() {
+    return state.measure === "KL" ? 0 : dense.perplexity;
   }
 
   function drawCurves(width) {
@@ -61,16 +79,16 @@ function drawCompare(results) {
 
   function controls(key) {
     return el("div", { class: "controls" }, segments("gain", gains, state, "gain"),
-      segments("show", ["perplexity", "change"], state, key));
+      segments("show", measures, state, key));
   }
 
   function plot(lines, width) {
     const height = Math.max(280, Math.min(480, width * 0.52)), left = 54, bottom = height - 40, right = width - (width > 640 ? 128 : 12);
-    const all = lines.flatMap((line) => line.cells.flatMap(values)).concat(dense.perplexity).map(Math.log);
+    const all = lines.flatMap((line) => line.cells.flatMap(values)).concat(base()).map(level);
     const span = [Math.min(...all), Math.max(...all)], pad = 0.04 * (span[1] - span[0]) + 1e-4;
     const y = linear([span[0] - pad, span[1] + pad], [bottom, 12]);
     const x = linear([0, Math.max(...lines.flatMap((l) => l.cells.map((c) => c.realised)), ...budgets)], [left, right]);
-    const made = el("svg", { viewBox: `0 0 ${width} ${height}`, height, role: "img", "aria-label": "perplexity against realised ratio" });
+    const made = el("svg", { viewBox: `0 0 ${width} ${height}`, height, role: "img", "aria-label": "distance from the unskipped model against realised ratio" });
     axes(made, x, y, span, { right, left, bottom });
     lines.forEach((line) => made.append(series(line, x, y)));
     if (width > 640) made.append(...names(lines, y, right + 10));
@@ -79,7 +97,7 @@ function drawCompare(results) {
   }
 
   function names(lines, y, x) {
-    const placed = lines.map((line) => ({ method: line.method, y: y(Math.log(line.cells[line.cells.length - 1].perplexity)) }))
+    const placed = lines.map((line) => ({ method: line.method, y: y(level(values(line.cells[line.cells.length - 1])[0])) }))
       .sort((a, b) => b.y - a.y);
     placed.forEach((label, i) => { if (i) label.y = Math.min(label.y, placed[i - 1].y - 14); });
     return placed.map((label) => el("text", { class: "name", x, y: label.y + 4, colour: colour(index(label.method)) }, label.method));
@@ -88,15 +106,19 @@ function drawCompare(results) {
   function axes(made, x, y, span, { right, left, bottom }) {
     for (const b of [0, ...budgets]) made.append(el("text", { x: x(b), y: bottom + 18, "text-anchor": "middle" }, percent(b)));
     for (const tick of ticks(span)) {
-      const label = state.measure === "change" ? signed(tick / dense.perplexity - 1, 0) : number(tick, tick < 20 ? 1 : 0);
-      made.append(el("line", { class: "axis", x1: left, x2: right, y1: y(Math.log(tick)), y2: y(Math.log(tick)) }),
-        el("text", { x: left - 8, y: y(Math.log(tick)) + 4, "text-anchor": "end" }, label));
+      const label = { KL: () => String(tick), change: () => signed(tick / dense.perplexity - 1, 0) }[state.measure] ?? (() => number(tick, tick < 20 ? 1 : 0));
+      made.append(el("line", { class: "axis", x1: left, x2: right, y1: y(level(tick)), y2: y(level(tick)) }),
+        el("text", { x: left - 8, y: y(level(tick)) + 4, "text-anchor": "end" }, label()));
     }
-    const base = y(Math.log(dense.perplexity));
-    made.append(el("line", { class: "base", x1: left, x2: right, y1: base, y2: base }));
+    const floor = y(level(base()));
+    made.append(el("line", { class: "base", x1: left, x2: right, y1: floor, y2: floor }));
   }
 
   function ticks([low, high]) {
+    if (state.measure === "KL") {
+      const step = [0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5].find((s) => high / s <= 8) ?? 10;
+      return Array.from({ length: Math.floor(high / step) + 1 }, (_, i) => Number((i * step).toFixed(4)));
+    }
     const steps = [0, 0.01, 0.02, 0.03, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 1.5, 2, 3, 5, 8, 15, 30, 100, 300, 1000];
     const inside = steps.map((s) => dense.perplexity * (1 + s)).filter((t) => Math.log(t) >= low - 0.02 && Math.log(t) <= high);
     const far = 0.07 * (high - low);
@@ -104,8 +126,8 @@ function drawCompare(results) {
   }
 
   function series({ method, cells }, x, y) {
-    const n = index(method), points = cells.map((c) => [x(c.realised), ...values(c).map((v) => y(Math.log(v)))]);
-    const start = [x(0), y(Math.log(dense.perplexity))];
+    const n = index(method), points = cells.map((c) => [x(c.realised), ...values(c).map((v) => y(level(v)))]);
+    const start = [x(0), y(level(base()))];
     const path = [start, ...points].map(([px, py], i) => `${i ? "L" : "M"}${px.toFixed(1)},${py.toFixed(1)}`).join("");
     const edge = [start, ...points.map(([px, , low]) => [px, low]), ...points.map(([px, , , high]) => [px, high]).reverse()];
     const band = edge.map(([px, py], i) => `${i ? "L" : "M"}${px.toFixed(1)},${py.toFixed(1)}`).join("") + "Z";
@@ -127,16 +149,18 @@ function drawCompare(results) {
   // ---- tables ----
 
   function drawTable() {
-    const change = state.shows === "change", usable = used.filter((m) => !references.has(m));
-    const least = budgets.map((b) => Math.min(...usable.map((m) => cell(m, state.gain, b)?.perplexity ?? Infinity)));
+    const usable = used.filter((m) => !references.has(m));
+    const shown = { KL: (c) => c.kl?.value.toFixed(4) ?? "–", perplexity: (c) => number(c.perplexity), change: (c) => signed(c.change.value) }[state.shows];
+    const least = budgets.map((b) => Math.min(...usable.map((m) => judge(cell(m, state.gain, b)))));
     const row = (method) => el("tr", { "data-method": method, class: references.has(method) ? "reference" : null }, el("td", {}, method), budgets.map((b, i) => {
       const c = cell(method, state.gain, b);
       if (!c) return el("td", {}, "–");
-      const kind = [c.perplexity === least[i] && !references.has(method) && "best", Math.abs(c.realised - b) > 0.005 && "off"].filter(Boolean).join(" ");
-      return el("td", { class: kind || null, "data-tip": describe(c), "data-budget": b }, change ? signed(c.change.value) : number(c.perplexity));
+      const kind = [judge(c) === least[i] && !references.has(method) && "best", Math.abs(c.realised - b) > 0.005 && "off"].filter(Boolean).join(" ");
+      return el("td", { class: kind || null, "data-tip": describe(c), "data-budget": b }, shown(c));
     }));
-    const first = el("tr", { class: "dense" }, el("td", {}, change ? "perplexity unskipped" : "unskipped"), budgets.map(() => el("td", {}, number(dense.perplexity))));
-    return [controls("shows"), table(["method", ...budgets.map((b) => percent(b))], [first, ...used.map(row)]), ...refused()];
+    const first = el("tr", { class: "dense" }, el("td", {}, "perplexity unskipped"), budgets.map(() => el("td", {}, number(dense.perplexity))));
+    const order = [...used].sort((a, b) => judge(cell(a, state.gain, middle)) - judge(cell(b, state.gain, middle)));
+    return [controls("shows"), table(["method", ...budgets.map((b) => percent(b))], [first, ...order.map(row)]), ...refused()];
   }
 
   function refused() {
@@ -145,7 +169,8 @@ function drawCompare(results) {
   }
 
   function drawRival(width) {
-    const rows = data.rivals.filter((r) => r.gain === state.gain && r.budget === state.budget).sort((a, b) => a.value - b.value);
+    const rows = data.rivals.filter((r) => r.gain === state.gain && r.budget === state.budget)
+      .map((r) => ({ ...r, ...r.kl })).map((r) => ({ ...r, low: r.low ?? r.value, high: r.high ?? r.value })).sort((a, b) => a.value - b.value);
     const height = 26 * rows.length + 34, left = Math.min(width * 0.42, 12 + 6.6 * Math.max(...rows.map((r) => r.method.length), 4));
     const sizes = rows.map((r) => Math.abs(r.value)).sort((a, b) => a - b), reach = Math.max(0.02, 3.5 * (sizes[Math.floor(sizes.length / 2)] || 0));
     const clip = (value) => Math.max(-reach, Math.min(reach, value)); // a hopeless method would squeeze all others

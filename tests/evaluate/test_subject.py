@@ -8,9 +8,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ace_moe import ACE
-from ace_moe.evaluate.mapping import Bench, Near, Recorder, by_quantile, dense_pass, fit
-from ace_moe.offline import Passes
+from ace_moe.evaluate.subject import Near, Recorder, Subject, by_quantile, dense_pass, fit
 from ace_moe.plan import Plan
+from ace_moe.planning import Passes
 from ace_moe.policies import Routing, Share, make
 from ace_moe.scoring import score
 from ace_moe.text import Windows
@@ -19,42 +19,42 @@ EDGE = 100 / 1024  # of a bin of the histogram: there its ratio is exact
 
 
 @pytest.fixture
-def bench(demo_model: PreTrainedModel, demo_plan: Plan, demo_windows: Windows) -> Bench:
-    return Bench(demo_model, demo_plan, demo_windows)
+def subject(demo_model: PreTrainedModel, demo_plan: Plan, demo_windows: Windows) -> Subject:
+    return Subject(demo_model, demo_plan, demo_windows)
 
 
 def untouched(model: PreTrainedModel) -> bool:
     return not any(hasattr(module, "ace") for module in model.modules())
 
 
-def test_one_dense_pass_equals_each_policys_own(bench: Bench) -> None:
+def test_one_dense_pass_equals_each_policys_own(subject: Subject) -> None:
     """Histograms bit for bit, and the unskipped model's score; the model is as it was afterwards."""
-    voices = {name: make(name) for name in ("ace", "share", "rcr")}
-    dense, seen = dense_pass(bench, voices)
-    assert dense.nll == score(bench.model, bench.windows).nll
-    for name, policy in voices.items():
-        ace = ACE(bench.plan, policy=policy)
-        with ace(bench.model):
-            own = Passes(ace, bench.model, bench.windows)(0.0)
+    policies = {name: make(name) for name in ("ace", "share", "rcr")}
+    dense, seen = dense_pass(subject, policies)
+    assert dense.nll == score(subject.model, subject.windows).nll
+    for name, policy in policies.items():
+        ace = ACE(subject.plan, policy=policy)
+        with ace(subject.model):
+            own = Passes(ace.runtime, subject.model, subject.windows)(0.0)
         assert torch.equal(seen[name].bins, own.bins), name
-    assert untouched(bench.model)
+    assert untouched(subject.model)
 
 
-def test_the_model_is_restored_after_an_error(bench: Bench) -> None:
+def test_the_model_is_restored_after_an_error(subject: Subject) -> None:
     class Broken(Share):
         def contribution(self, routing: Routing) -> Tensor:
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        dense_pass(bench, {"broken": Broken()})
-    assert untouched(bench.model)
+        dense_pass(subject, {"broken": Broken()})
+    assert untouched(subject.model)
 
 
-def test_recorder_keeps_what_each_threshold_did(bench: Bench) -> None:
+def test_recorder_keeps_what_each_threshold_did(subject: Subject) -> None:
     """Ratios by layer and by expert add up to the realised ratio."""
-    ace = ACE(bench.plan, policy="share")
-    with ace(bench.model):
-        passes = Recorder(ace, bench)
+    ace = ACE(subject.plan, policy="share")
+    with ace(subject.model):
+        passes = Recorder(ace.runtime, subject)
         ratio = passes(EDGE).ratio(EDGE)
         found = passes.outcome(EDGE)
         assert passes.count == 1
@@ -65,13 +65,13 @@ def test_recorder_keeps_what_each_threshold_did(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("name", ["share", "alloc_t"])
-def test_budgets_are_met_by_quantile_and_by_search(bench: Bench, name: str) -> None:
+def test_budgets_are_met_by_quantile_and_by_search(subject: Subject, name: str) -> None:
     """A token policy starts from the dense histogram; a policy without contributions is searched, no τ twice."""
     policy = make(name)
-    _, seen = dense_pass(bench, {name: policy} if by_quantile(policy) else {})
-    ace = ACE(bench.plan, policy=policy)
-    with ace(bench.model):
-        passes = Recorder(ace, bench)
+    _, seen = dense_pass(subject, {name: policy} if by_quantile(policy) else {})
+    ace = ACE(subject.plan, policy=policy)
+    with ace(subject.model):
+        passes = Recorder(ace.runtime, subject)
         found = fit(passes, 0.5, seen.get(name))
         assert passes.outcome(found.threshold).realised == pytest.approx(0.5, abs=0.003)
         done = passes.count
@@ -80,13 +80,13 @@ def test_budgets_are_met_by_quantile_and_by_search(bench: Bench, name: str) -> N
         assert passes.count == done
 
 
-def test_steps_are_searched_once(bench: Bench) -> None:
+def test_steps_are_searched_once(subject: Subject) -> None:
     """Two slots of eight or three: 30 % is not there. What one gain found is taken by the next in one pass."""
     found = None
     for gain in ("kept", "power"):
-        ace = ACE(bench.plan, policy=make("fixed", gain=gain))
-        with ace(bench.model):
-            passes = Recorder(ace, bench)
+        ace = ACE(subject.plan, policy=make("fixed", gain=gain))
+        with ace(subject.model):
+            passes = Recorder(ace.runtime, subject)
             found = fit(
                 passes, 0.3, passes(0.0) if found is None else None, found and Near(found.threshold, found.realised)
             )

@@ -19,21 +19,24 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..errors import ResultError
+from .errors import ResultError
 
 if TYPE_CHECKING:
-    from ..scoring import Score
+    from .scoring import Score
 
 DRAWS, LEVEL = 4000, 0.95
+FEWEST = (
+    8  # windows for an interval of KL and its kin, whose windows differ more than their losses do; perplexity takes two
+)
 
 
 @dataclass(frozen=True)
 class Interval:
-    """A statistic and the bounds it is within at the given level."""
+    """A statistic and the bounds it is within at the given level; none where there are too few windows to tell."""
 
     value: float
-    low: float
-    high: float
+    low: float | None
+    high: float | None
 
 
 @dataclass(frozen=True)
@@ -66,8 +69,29 @@ def mean_interval(values: Sequence[float], *, level: float = LEVEL, samples: int
 def perplexity_interval(score: Score, *, level: float = LEVEL, samples: int = DRAWS, seed: int = 0) -> Interval:
     """Perplexity over windows; a window counts by its predicted tokens."""
     nll, weights = _column(score.nll), _column(score.by_window)
+    if len(nll) < 2:
+        return Interval(score.perplexity, None, None)
     sampled = means(nll, weights, draws(len(nll), samples, seed)).exp()
     return _interval(score.perplexity, sampled, len(nll), level)
+
+
+def token_interval(sums: Sequence[float], weights: Sequence[int], *, samples: int = DRAWS, seed: int = 0) -> Interval:
+    """The mean over tokens of what was summed over the tokens of each window, such as KL."""
+    x, w = _column(sums), _column(_paired(sums, weights))
+    value = float(x.sum() / w.sum())
+    if len(x) < FEWEST:
+        return Interval(value, None, None)
+    return _interval(value, means(x, w, draws(len(x), samples, seed)), len(x), LEVEL)
+
+
+def relative_change(sums: Sequence[float], rival: Sequence[float], *, samples: int = DRAWS, seed: int = 0) -> Interval:
+    """Σ of the first over Σ of the second on the same windows, minus 1: −0.2 is a fifth less."""
+    x, y = _column(sums), _column(_paired(sums, rival))
+    value = float(x.sum() / y.sum().clamp(min=1e-30)) - 1
+    if len(x) < FEWEST:
+        return Interval(value, None, None)
+    counts = draws(len(x), samples, seed)
+    return _interval(value, (counts @ x) / (counts @ y).clamp(min=1e-30) - 1, len(x), LEVEL)
 
 
 def mean_difference(
@@ -86,8 +110,10 @@ def perplexity_change(
     _paired(score.nll, rival.nll)
     counts = draws(len(score.nll), samples, seed)
     first, second = ((_column(s.nll), _column(s.by_window)) for s in (score, rival))
-    sampled = (means(*first, counts) - means(*second, counts)).expm1()
-    return _difference(score.perplexity / rival.perplexity - 1, sampled, first[0] - second[0], level)
+    each, value = first[0] - second[0], score.perplexity / rival.perplexity - 1
+    if len(each) < 2:
+        return Difference(value, None, None, sign_flip_p(each))
+    return _difference(value, (means(*first, counts) - means(*second, counts)).expm1(), each, level)
 
 
 def _column(values: Sequence[float]) -> Tensor:
@@ -104,7 +130,7 @@ def _paired(values: Sequence[float], rival: Sequence[float]) -> Sequence[float]:
     return rival
 
 
-# ---- quantiles ----------------------------------------------------------------------------------------------------
+# ---- quantiles --------------------------------------------------------------------------------------------------------
 
 
 def _interval(value: float, sampled: Tensor, count: int, level: float) -> Interval:
@@ -116,6 +142,13 @@ def _interval(value: float, sampled: Tensor, count: int, level: float) -> Interv
 def _difference(value: float, sampled: Tensor, each: Tensor, level: float) -> Difference:
     found = _interval(value, sampled, len(each), level)
     return Difference(found.value, found.low, found.high, sign_flip_p(each))
+
+
+def said(interval: Interval, form: str = "{:.2f}", between: str = " – ") -> str:
+    """The bounds in words, or that there are none."""
+    if interval.low is None or interval.high is None:
+        return "no interval: too few windows"
+    return f"95 % interval {form.format(interval.low)}{between}{form.format(interval.high)}"
 
 
 def sign_flip_p(each: Tensor, samples: int = DRAWS, seed: int = 0) -> float:

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..cli.show import table
+from ..bench.run import UNRULED, Row
 from ..errors import IntegrationError
-from .run import UNRULED, Row
+from .show import table
 
 if TYPE_CHECKING:
     from rich.table import Table

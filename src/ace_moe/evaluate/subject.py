@@ -1,0 +1,184 @@
+"""What a comparison measures: a model with its plan and a text, and passes over it that remember what each τ did."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from typing import Any, NamedTuple, TypeGuard
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ..fidelity import Reference
+from ..plan import Plan
+from ..planning.mapping import Fit, Histogram
+from ..planning.passes import Counted, Passes, attached, observe
+from ..planning.recipe import fit_budgets
+from ..policies import Decision, Policy, Routing, TokenPolicy
+from ..runtime import Runtime
+from ..runtime.layer import Observer
+from ..runtime.report import ratio
+from ..scoring import Score, predict, score
+from ..text import Windows
+from ..version import __version__
+
+NEAR = 1e-3  # a tenth of a point of realised ratio
+STEADY = 1e-4  # a ratio that moved by less has not moved
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model with its plan and a text: what every pass of a comparison has in common."""
+
+    model: PreTrainedModel
+    plan: Plan
+    windows: Windows
+    batch: int = 1
+    calibration: Windows | None = None  # text for the policies that need one
+    reference: Reference = field(default_factory=Reference)  # the unskipped model's predictions
+
+    @contextmanager
+    def under(self, policy: Policy, plan: Plan | None = None) -> Iterator[Runtime]:
+        """The policy in the model, on the torch path: kernels know some policies only, and rounding would differ."""
+        with attached(self.model, plan or self.plan, policy) as runtime:
+            yield runtime
+
+
+def facts(subject: Subject, name: str, command: str) -> dict[str, Any]:
+    """What a reader of the results needs to know about the run."""
+    device, (count, window) = subject.model.device, subject.windows.ids.shape
+    card = {"card": torch.cuda.get_device_name(device)} if device.type == "cuda" else {}
+    return {
+        "model": {"name": name, "architecture": type(subject.model).__name__},
+        "workload": {**asdict(subject.windows.workload), "windows": count, "window": window},
+        "environment": {
+            **{"ace_moe": __version__, "torch": torch.__version__, "transformers": transformers.__version__},
+            **{"device": device.type, **card, "threads": torch.get_num_threads()},
+        },
+        "command": command,
+    }
+
+
+# ---- one dense pass for all ---------------------------------------------------------------------------------------
+
+
+def dense_pass(subject: Subject, policies: Mapping[str, TokenPolicy]) -> tuple[Score, dict[str, Histogram]]:
+    """The unskipped model's score, and what every policy's slots contributed in that one pass."""
+
+    def read() -> Score:
+        return score(subject.model, subject.windows, subject.batch, keep=subject.reference)
+
+    return observe(subject.model, subject.plan, policies, read)
+
+
+# ---- passes that remember -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One pass of the skipped model: its score, and the realised ratio in all, by layer, by layer and expert [E]."""
+
+    score: Score
+    realised: float
+    layers: dict[str, float]
+    experts: dict[str, list[float | None]]
+
+
+class Recorder(Passes):
+    """Passes under an attached policy that remember, for each τ, what it did."""
+
+    def __init__(self, runtime: Runtime, subject: Subject, faithful: bool = True):
+        """`faithful`: whether passes are held against the unskipped model."""
+        super().__init__(runtime, subject.model, subject.windows, subject.batch, self._score if faithful else score)
+        self.subject = subject
+        self.outcomes: dict[float, Outcome] = {}
+
+    def _score(self, model: PreTrainedModel, windows: Windows, batch: int) -> Score:
+        return score(model, windows, batch, whole=self._whole)
+
+    def _whole(self, number: int, ids: Tensor) -> Tensor:
+        """The unskipped model's logits of a batch, computed beside the pass that asks where they were not kept."""
+
+        def compute() -> Tensor:
+            with self.runtime.aside():
+                return predict(self.model, ids)
+
+        return self.subject.reference.of(number, compute)
+
+    def __call__(self, threshold: float) -> Histogram:
+        """What the slots contributed. Where the ratio alone counts, a τ that was tried is not run again."""
+        if by_quantile(self.policy):
+            return self._run(threshold)
+        return Counted(self.outcome(threshold).realised)
+
+    def outcome(self, threshold: float) -> Outcome:
+        if threshold not in self.outcomes:
+            self._run(threshold)
+        return self.outcomes[threshold]
+
+    def _run(self, threshold: float) -> Histogram:
+        with _by_expert(self.runtime) as counted:
+            seen = super().__call__(threshold)
+        layers = {key: ratio(c.sum(0)) for key, c in self.runtime.counts().items()}
+        experts = {key: _ratios(counts) for key, counts in counted.items()}
+        self.outcomes[threshold] = Outcome(self.results[threshold], self.runtime.realised, layers, experts)
+        return seen
+
+
+def by_quantile(policy: Policy) -> TypeGuard[TokenPolicy]:
+    """Whether one dense pass maps this policy's budgets."""
+    return isinstance(policy, TokenPolicy) and policy.mapping == "quantile"
+
+
+@contextmanager
+def _by_expert(runtime: Runtime) -> Iterator[dict[str, Tensor]]:
+    """Routed and executed slots by expert, [2, E + 1] for each layer; they grow inside, without a host sync."""
+    counted: dict[str, Tensor] = {}
+    handles = []
+    for key, layer in runtime.layers.items():
+        counted[key] = torch.zeros(2, layer.mark + 1, dtype=torch.int64, device=layer.counts.device)
+        handles.append(layer.watch(_adder(counted[key], layer.mark)))
+    try:
+        yield counted
+    finally:
+        for remove in handles:
+            remove()
+
+
+def _adder(counts: Tensor, mark: int) -> Observer:
+    def add(routing: Routing, protected: Tensor | None, decision: Decision) -> None:
+        both = torch.stack([routing.ids, torch.where(decision.keep, decision.ids, mark)]).flatten(1).long()
+        counts.scatter_add_(1, both, torch.ones_like(both))
+
+    return add
+
+
+def _ratios(counted: Tensor) -> list[float | None]:
+    """Realised ratio of each expert's slots; None where no slot was routed. Re-routed slots can make it negative."""
+    routed, executed = counted[:, :-1].tolist()
+    return [round(1 - done / all_, 4) if all_ else None for all_, done in zip(routed, executed, strict=True)]
+
+
+# ---- budgets ------------------------------------------------------------------------------------------------------
+
+
+class Near(NamedTuple):
+    """A threshold and the ratio it realised."""
+
+    threshold: float
+    realised: float
+
+
+def fit(
+    passes: Recorder, budget: float, dense: Histogram | None, near: Near | None = None, correct: bool = True
+) -> Fit:
+    """τ for one budget under the attached policy; `near` is what was found for it under another gain."""
+    if near is not None and correct:
+        realised = passes.outcome(near.threshold).realised
+        # some policies only know steps: then the other gain's miss was the least there is
+        if abs(realised - budget) <= max(NEAR, abs(near.realised - budget) + STEADY):
+            return Fit(budget, near.threshold, realised, 1, corrected=True)
+    return fit_budgets(passes, [budget], correct=correct, dense=dense)[0]

@@ -1,0 +1,76 @@
+"""How much of the unskipped model is left: its predictions held against the skipped one's, token by token.
+
+KL(p ‖ q) = Σ_v p log(p / q) in nats, p unskipped and q skipped, both through the same dispatch in the same precision.
+Agreement: whether the likeliest token is the same. Acceptance: Σ_v min(p, q), the share of the skipped model's drafts that
+speculative decoding would accept. Perplexity can fall when a model gets blunter; these cannot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+ROOM = 2 << 30  # bytes of the unskipped model's logits that are kept; what does not fit is computed again
+CHUNK = 1 << 26  # numbers compared at once: bounds memory for any vocabulary
+
+
+@dataclass
+class Fidelity:
+    """Sums over the predicted tokens of each window, [windows]."""
+
+    kl: list[float] = field(default_factory=list)
+    agreement: list[float] = field(default_factory=list)
+    acceptance: list[float] = field(default_factory=list)
+
+    def add(self, found: Tensor) -> None:
+        """found [B, 3]: of one batch of windows."""
+        for name, column in zip(("kl", "agreement", "acceptance"), found.T.tolist(), strict=True):
+            getattr(self, name).extend(column)
+
+
+def compare(whole: Tensor, skipped: Tensor) -> Tensor:
+    """Logits [B, L, V] of both → KL, agreement and acceptance, summed over all tokens but the last, [B, 3] in fp64.
+
+    The last token of a window predicts what is not there: it has no part in perplexity, and so none here.
+    """
+    batch, length, vocabulary = whole.shape
+    step = max(1, CHUNK // (batch * vocabulary))
+    total = torch.zeros(batch, 3, dtype=torch.float64)
+    for start in range(0, length - 1, step):
+        part = slice(start, min(start + step, length - 1))
+        total += _part(whole[:, part].to(skipped.device), skipped[:, part]).cpu()
+    return total
+
+
+def _part(whole: Tensor, skipped: Tensor) -> Tensor:
+    """[B, l, V] each → [B, 3]."""
+    p, q = whole.float().log_softmax(-1), skipped.float().log_softmax(-1)
+    kl = (p.exp() * (p - q)).sum(-1).clamp(min=0)  # rounding can make it negative
+    same = (p.argmax(-1) == q.argmax(-1)).float()
+    accepted = torch.minimum(p, q).exp().sum(-1)
+    return torch.stack([x.double().sum(-1) for x in (kl, same, accepted)], dim=-1)
+
+
+class Reference:
+    """The unskipped model's logits by batch of windows, kept in bounded memory as the model gives them."""
+
+    def __init__(self, room: int = ROOM):
+        self.room = room
+        self._kept: dict[int, Tensor] = {}
+
+    def keep(self, number: int, logits: Tensor) -> None:
+        size = logits.numel() * logits.element_size()
+        if number not in self._kept and size <= self.room:
+            self.room -= size
+            self._kept[number] = logits.detach().cpu()
+
+    def of(self, number: int, compute: Callable[[], Tensor]) -> Tensor:
+        """What was kept, else computed again, and kept if there is room."""
+        found = self._kept.get(number)
+        if found is None:
+            found = compute()
+            self.keep(number, found)
+        return found
