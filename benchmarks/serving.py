@@ -29,9 +29,9 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 import torch
 
 from ace_moe.bench.shapes import QWEN3_30B
-from ace_moe.budget import bisect
 from ace_moe.integrations.vllm import engine_args, register
-from ace_moe.integrations.vllm.control import AceWorker, merge
+from ace_moe.integrations.vllm.control import AceWorker, report, reset, set_threshold
+from ace_moe.planning.mapping import bisect
 
 register()  # also where the package is on the path without being installed: workers import this module
 TINY = {
@@ -77,7 +77,7 @@ def _watch(module: Any, seen: dict[str, Any]) -> None:
 
     def _compute_routing(hidden: Any, logits: Any, *args: Any, **kwargs: Any) -> Any:
         gates, ids = stock(module.router, hidden, logits, *args, **kwargs)
-        new_gates, new_ids = module.ace_layer.route(gates, ids)
+        new_ids, new_gates = module.ace_layer.decide(ids, gates)
         seen[module.ace_layer.key] = (ids.cpu(), new_ids.cpu(), float(logits.float().std(-1).mean()))
         return new_gates, new_ids
 
@@ -108,7 +108,7 @@ def write_model(folder: Path, sizes: dict[str, Any]) -> Path:
 
 
 def write_plan(path: Path, sizes: dict[str, Any]) -> Path:
-    from ace_moe.plan import Plan
+    from ace_moe.plan import Fingerprint, Plan, Routers
 
     experts, hidden = sizes["num_experts"], sizes["hidden_size"]
     layer = {
@@ -117,10 +117,10 @@ def write_plan(path: Path, sizes: dict[str, Any]) -> Path:
     }  # fmt: skip
     keys = [str(n) for n in range(sizes["num_hidden_layers"])]
     tables = {key: {"gsp": torch.ones(experts), "rcr": torch.ones(experts)} for key in keys}
-    return Plan(tables, {"structure": dict.fromkeys(keys, layer), "content": "dummy"}, "dummy").save(path)
+    return Plan(tables, Fingerprint(dict.fromkeys(keys, layer), Routers("dummy")), "dummy").save(path)
 
 
-def start(model: Path, options: argparse.Namespace, **ace: Any) -> Any:
+def start(model: Path, options: argparse.Namespace, chunk: int = 16384, **ace: Any) -> Any:
     from vllm import LLM
 
     began = time.perf_counter()
@@ -131,7 +131,7 @@ def start(model: Path, options: argparse.Namespace, **ace: Any) -> Any:
     arguments = {"worker_extension_cls": "serving.BenchWorker", **memory, **graphs}
     llm = LLM(
         str(model), load_format="dummy", skip_tokenizer_init=True, max_model_len=options.length, max_num_seqs=max(SIZES),
-        max_num_batched_tokens=16384, enable_prefix_caching=False, disable_log_stats=False, seed=0, **{**ace, **arguments},
+        max_num_batched_tokens=chunk, enable_prefix_caching=False, disable_log_stats=False, seed=0, **{**ace, **arguments},
     )  # fmt: skip
     llm.collective_rpc("bench_weights")
     print(f"engine {'with ACE' if ace else 'as it is'} ready in {time.perf_counter() - began:.0f} s", flush=True)
@@ -156,8 +156,8 @@ def generate(llm: Any, batch: int, prompt: int, tokens: int, seed: int, vocabula
 
 
 def ratios(llm: Any) -> dict[str, float]:
-    report = merge(llm.collective_rpc("ace_report"))
-    return {phase: report[phase]["realised"] for phase in ("prefill", "decode")}
+    found = report(llm)
+    return {phase: found[phase]["realised"] for phase in ("prefill", "decode")}
 
 
 def phase_of(tokens: int) -> str:
@@ -187,12 +187,13 @@ class Run:
         for llm in filter(None, (self.stock, self.ace)):
             generate(llm, max(self.options.batches), prompt, 8, 0, self.vocabulary)  # kernels compile here
         tau = self.threshold(16, prompt, 1)
-        self.ace.collective_rpc("ace_set", kwargs={"threshold": tau})
+        set_threshold(self.ace, tau)
         self.ace.collective_rpc("bench_watch")
         generate(self.ace, 16, max(prompt, 128), 1, 9, self.vocabulary)
         seen = self.ace.collective_rpc("bench_seen", args=(self.options.batches,))[0]
-        executors = merge(self.ace.collective_rpc("ace_report"))["executors"]
-        self.facts = {"executors": executors, "routing": seen}
+        found = report(self.ace)
+        executors = found["executors"]
+        self.facts = {"executors": executors, "refused": found["refused"], "routing": seen}
         spread = [layer["logit_std"] for layer in seen["layers"].values()]
         unions = [layer["union"] for layer in seen["layers"].values()]
         text = ", ".join(
@@ -205,8 +206,8 @@ class Run:
         """τ for the ratio at this size: a few tokens are not like a thousand."""
 
         def realised(tau: float) -> float:
-            self.ace.collective_rpc("ace_set", kwargs={"threshold": tau})
-            self.ace.collective_rpc("ace_reset")
+            set_threshold(self.ace, tau)
+            reset(self.ace)
             generate(self.ace, batch, prompt, tokens, 7, self.vocabulary)
             return ratios(self.ace)[phase_of(tokens)]
 
@@ -224,8 +225,8 @@ class Run:
         for repeat in range(self.options.repeats + 1):
             for name, llm, tau in ways:
                 if tau is not None:
-                    llm.collective_rpc("ace_set", kwargs={"threshold": tau})
-                    llm.collective_rpc("ace_reset")
+                    set_threshold(llm, tau)
+                    reset(llm)
                 wall, per_token = generate(llm, batch, prompt, tokens, repeat, self.vocabulary)
                 if repeat:  # the first warms up
                     times[name].append(1e3 * (wall if tokens == 1 else per_token))

@@ -14,7 +14,6 @@ import gc
 import json
 import os
 import sys
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -82,10 +81,10 @@ def compare(llm: Any, model: str, wanted: Reference, tokens: int) -> dict[str, A
     pairs = [
         (a, b) for o, t in zip(outs, wanted.tokens, strict=True) for a, b in zip(o.outputs[0].token_ids, t, strict=True)
     ]
-    layers = report(llm)["layers"]
-    kept = {k: sum(layers[k][p]["kept"] for p in ("prefill", "decode")) for k in layers}
+    found = report(llm)
+    kept = {k: sum(phase["kept"] for phase in layer.values()) for k, layer in found["layers"].items()}
     return {
-        "threshold": wanted.threshold, "nearest_score": wanted.nearest, "realised": report(llm)["realised"],
+        "threshold": wanted.threshold, "nearest_score": wanted.nearest, "realised": found["realised"],
         "tokens": len(pairs), "equal_tokens": sum(a == b for a, b in pairs), "worst_prompt_logprob": worst,
         "kept": kept, "kept_transformers": {k: v for k, (_, v) in wanted.counts.items()},
     }  # fmt: skip
@@ -106,12 +105,10 @@ def main() -> None:
     plan.save(path)
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     command = "python benchmarks/serving_agreement.py " + " ".join([Path(options.model).name, *sys.argv[2:]])
-    results: dict[str, Any] = {
-        "command": command,
-        "device": device,
-        "torch": torch.__version__,
-        "vllm": version("vllm"),
-    }
+    import vllm  # builds for the CPU have another name among the installed packages
+
+    facts = {"command": command, "device": device, "torch": torch.__version__, "vllm": vllm.__version__}
+    results: dict[str, Any] = dict(facts)
     threshold = None
     for dtype in options.dtypes:
         wanted = references(options.model, plan, dtype, threshold, options)

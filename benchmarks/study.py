@@ -21,12 +21,12 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 from study_page import DOCUMENT, RESULTS, page
 
-from ace_moe import build_plan
+from ace_moe import build_plan, progress
 from ace_moe.errors import AceError
 from ace_moe.evaluate.calibration import calibration_windows
 from ace_moe.evaluate.compare import compare
 from ace_moe.evaluate.grid import Grid, parse_gains, parse_methods
-from ace_moe.evaluate.mapping import Bench, facts
+from ace_moe.evaluate.subject import Subject, facts
 from ace_moe.evaluate.thresholds import Study, study
 from ace_moe.loading import load_model, load_tokenizer, load_windows
 from ace_moe.policies import POLICIES, make
@@ -58,7 +58,14 @@ class Clock:
     def now(self) -> float:
         return time.perf_counter() - self.start
 
-    def cell(self) -> None:
+    def began(self, task: progress.Task) -> None: ...
+
+    def ended(self, task: progress.Task) -> None: ...
+
+    def moved(self, task: progress.Task) -> None:
+        """Told of every part of the work; a cell that ends after the time is the last."""
+        if task.label != "cells":
+            return
         self.cells += 1
         if self.seconds is not None and self.now > self.seconds:
             raise TimeIsUpError
@@ -86,23 +93,24 @@ def grids(options: argparse.Namespace, correct: bool) -> Iterator[Grid]:
             yield grid(method, options.gains)
 
 
-def comparison(bench: Bench, options: argparse.Namespace, correct: bool, clock: Clock) -> None:
+def comparison(subject: Subject, options: argparse.Namespace, correct: bool, clock: Clock) -> None:
     """A method that breaks is named and left out; the others go on."""
     path = options.out / f"compare_{options.name}{'' if correct else '_findings'}.json"
-    about = facts(bench, options.name, command(options))
+    about = facts(subject, options.name, command(options))
     for grid in grids(options, correct):
         label = (
             f"{path.stem}: {' '.join(grid.methods[:3])}{' …' if len(grid.methods) > 3 else ''} {','.join(grid.gains)}"
         )
         try:
-            found = compare(bench, grid, path, about, clock.cell)
+            with progress.shown(clock):
+                found = compare(subject, grid, path, about)
         except (AceError, RuntimeError) as error:
             clock.say(f"{label}: {type(error).__name__}: {str(error)[:200]}")
             continue
         clock.say(f"{label}: {len(found['cells'])} cells")
 
 
-def stability(load: Callable[[Path], Bench], options: argparse.Namespace, clock: Clock) -> None:
+def stability(load: Callable[[Path], Subject], options: argparse.Namespace, clock: Clock) -> None:
     workloads = [load(path) for path in options.workloads]
     setup = Study(workloads[0], make("ace"), BUDGETS)
     about = facts(workloads[0], options.name, command(options))
@@ -124,20 +132,20 @@ def measure(options: argparse.Namespace) -> None:
     model, tokenizer = load_model(options.model, options.device), load_tokenizer(options.model)
     plan = build_plan(options.model)
 
-    def load(text: Path, tokens: int) -> Bench:
+    def load(text: Path, tokens: int) -> Subject:
         windows = load_windows(model, tokenizer, text, options.window, tokens)
         learned, _ = calibration_windows(model, tokenizer, text, windows, options.calibration)
-        return Bench(model, plan, windows, options.batch, learned)
+        return Subject(model, plan, windows, options.batch, learned)
 
-    bench = load(options.text, options.tokens)
-    clock.say(f"{options.name} on {options.device}, {tuple(bench.windows.ids.shape)} tokens, {model.dtype}")
+    subject = load(options.text, options.tokens)
+    clock.say(f"{options.name} on {options.device}, {tuple(subject.windows.ids.shape)} tokens, {model.dtype}")
     try:
         if "findings" in options.protocol:
-            comparison(bench, options, False, clock)
+            comparison(subject, options, False, clock)
         if options.workloads:
             stability(lambda path: load(path, options.workload_tokens), options, clock)
         if "corrected" in options.protocol:
-            comparison(bench, options, True, clock)
+            comparison(subject, options, True, clock)
     except TimeIsUpError:
         clock.say("time is up; the same command goes on from here")
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ace_moe.evaluate.compare import cell_at, score_of
-from ace_moe.evaluate.statistics import Difference, perplexity_change
+from ace_moe.statistics import Difference, perplexity_change
 
 Results = dict[str, Any]
 OFF = 0.005  # a realised ratio further from its budget than this is not compared

@@ -16,11 +16,12 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from ace_moe import ACE, build_plan
-from ace_moe.evaluate.statistics import mean_difference, mean_interval
+from ace_moe import build_plan
 from ace_moe.evaluate.tasks import TASKS, find_file, read_rows
 from ace_moe.loading import load_model, load_tokenizer, load_windows
-from ace_moe.offline import Passes, fit_budgets, thresholds
+from ace_moe.planning import map_budgets
+from ace_moe.policies import make
+from ace_moe.statistics import mean_difference, mean_interval
 
 NAMES = ("arc_easy", "piqa", "lambada")
 SKIP = 0.5
@@ -31,10 +32,7 @@ def make_plan(options: argparse.Namespace, path: Path) -> None:
     """Tables, and the threshold for 50 % on a text that is none of the tasks."""
     model = load_model(options.model, "cpu")
     windows = load_windows(model, load_tokenizer(options.model), options.text, 1024, options.tokens)
-    ace = ACE(build_plan(options.model))
-    with ace(model):
-        fits = fit_budgets(Passes(ace, model, windows), [SKIP])
-    ace.plan.with_thresholds(thresholds(fits, ace.policy, windows)).save(path)
+    map_budgets(model, build_plan(options.model), make("ace"), windows, [SKIP], save=lambda plan: plan.save(path))
 
 
 def of_lm_eval(options: argparse.Namespace, plan: Path) -> tuple[Any, Any, Callable[..., Answers]]:

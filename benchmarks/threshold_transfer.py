@@ -10,9 +10,9 @@ import json
 from pathlib import Path
 
 from ace_moe import ACE, build_plan
-from ace_moe.budget import correct, map_budgets
 from ace_moe.loading import load_model, load_tokenizer, load_windows
-from ace_moe.offline import Passes
+from ace_moe.planning import Passes
+from ace_moe.planning.mapping import correct, quantile_fits
 from ace_moe.policies import make
 
 BUDGETS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6)
@@ -21,7 +21,7 @@ BUDGETS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6)
 def transfer(ace: ACE, mapped: Passes, measured: Passes) -> list[dict[str, float]]:
     """One row per budget; ratios in percent."""
     rows = []
-    for fit in map_budgets(mapped(0.0), BUDGETS):
+    for fit in quantile_fits(mapped(0.0), BUDGETS):
         better = correct(mapped, fit)
         row = {"budget": fit.budget, "threshold": fit.threshold, "corrected_threshold": better.threshold}
         row |= {"mapped_realised": better.realised, "mapped_passes": better.passes}
@@ -52,7 +52,7 @@ def main() -> None:
         print(f"min_active {min_active}")
         ace = ACE(plan, policy=make("ace", min_active=min_active))
         with ace(model):
-            result[f"min_active_{min_active}"] = transfer(ace, *(Passes(ace, model, t) for t in texts))
+            result[f"min_active_{min_active}"] = transfer(ace, *(Passes(ace.runtime, model, t) for t in texts))
     if options.out:
         options.out.write_text(json.dumps(result, indent=1) + "\n")
 

@@ -9,8 +9,8 @@ import pytest
 from bad_input_cases import TOP_K, Refuse, budget_arguments, run_arguments
 
 from ace_moe import ACE, build_plan
-from ace_moe.budget import check_budget
 from ace_moe.errors import BudgetError
+from ace_moe.runtime.settings import check_budget
 
 
 @pytest.mark.parametrize("value", ["1", "1.5", "-1", "-0.001", "nan", "inf", "1e999"])

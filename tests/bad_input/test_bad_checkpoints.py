@@ -12,8 +12,8 @@ import torch
 from bad_input_cases import Damage, Refuse, Tensors, budget_arguments, edit_config, run_arguments
 from safetensors.torch import load_file, save_file
 
-from ace_moe.budget import Histogram
-from ace_moe.errors import CheckpointError
+from ace_moe.errors import ModelError
+from ace_moe.planning.mapping import Histogram
 
 
 def shard_of(folder: Path, tensor: str) -> Path:
@@ -137,5 +137,5 @@ def test_budget_of_a_model_that_gives_nan(single: Path, plan: Path, text: Path, 
     refuse(*budget_arguments(single, plan, text), says=("NaN", "download it again"))
     seen = Histogram()
     seen.add(torch.tensor([[0.5, float("nan")]]))
-    with pytest.raises(CheckpointError, match="NaN"):
+    with pytest.raises(ModelError, match="NaN"):
         seen.threshold(0.5)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from bad_input_cases import Refuse, budget_arguments, paragraph, snapshot
 
-from ace_moe.offline import Passes
+from ace_moe.planning import Passes
 from command import run_ace, start_ace
 
 

@@ -71,7 +71,7 @@ def at(*path: str | int, value: Any) -> Callable[[Any], None]:
 
 ENTRY, LAYER = ("thresholds", 0), ("fingerprint", "structure", "1")
 BAD_METADATA = {
-    "another schema": (at("schema", value=99), "schema 99, this release reads 1"),
+    "another schema": (at("schema", value=99), "schema 99, this release reads 1 and 2"),
     "no schema": (lambda m: m.pop("schema"), "schema None"),
     "threshold NaN": (at(*ENTRY, "threshold", value=float("nan")), "out of range"),
     "threshold negative": (at(*ENTRY, "threshold", value=-0.1), "out of range"),
@@ -86,7 +86,7 @@ BAD_METADATA = {
     "workload without name": (at(*ENTRY, "workload", "name", value=None), "workload"),
     "thresholds no list": (at("thresholds", value=5), "damaged"),
     "no fingerprint": (lambda m: m.pop("fingerprint"), "fingerprint"),
-    "no content": (lambda m: m["fingerprint"].pop("content"), "content"),
+    "no routers": (lambda m: m["fingerprint"].pop("routers"), "routers"),
     "no top_k": (lambda m: m["fingerprint"]["structure"]["1"].pop("top_k"), "top_k"),
     "top_k text": (at(*LAYER, "top_k", value="four"), "top_k"),
     "top_k zero": (at(*LAYER, "top_k", value=0), "0 slots"),

@@ -11,7 +11,7 @@ from bad_input_cases import Damage, Refuse, budget_arguments, run_arguments, sav
 from tokenizers import normalizers
 
 from ace_moe.demo import MODEL as DEMO
-from ace_moe.errors import TextError
+from ace_moe.errors import OptionError
 from ace_moe.loading import load_tokenizer
 from ace_moe.plan import Workload
 from ace_moe.text import Windows, cut, read_text
@@ -61,13 +61,13 @@ def test_sizes_of_a_pass(options: tuple[object, ...], originals: Path, plan: Pat
 
 
 def test_window_of_nothing_by_hand(originals: Path) -> None:
-    with pytest.raises(TextError, match="at least 2 tokens"):
+    with pytest.raises(OptionError, match="at least 2 tokens"):
         cut("some text", load_tokenizer(originals / "single"), 0, None, 260, "text")
 
 
 def test_windows_that_are_not_there() -> None:
     """A batch is one window at least, also without the command."""
-    with pytest.raises(TextError, match="one at a time"):
+    with pytest.raises(OptionError, match="one at a time"):
         Windows(torch.ones(2, 4, dtype=torch.long), Workload("x", "", 8)).batches(0)
 
 

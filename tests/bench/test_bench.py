@@ -8,8 +8,8 @@ from typer.testing import CliRunner
 
 from ace_moe.bench import shapes
 from ace_moe.bench.run import Bench, result
-from ace_moe.bench.table import chart, latency_table
 from ace_moe.cli import app
+from ace_moe.cli.bench_table import chart, latency_table
 from ace_moe.demo import MODEL
 from ace_moe.errors import AceError, StructureError
 
