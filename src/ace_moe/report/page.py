@@ -89,7 +89,9 @@ def default_rival(results: Results) -> str:
 
 def without_windows(results: Results) -> Results:
     """Losses by window are for statistics; the page has their outcome."""
-    cells = [{k: v for k, v in cell.items() if k not in ("nll", "targets", "kl_by_window")} for cell in results["cells"]]
+    cells = [
+        {k: v for k, v in cell.items() if k not in ("nll", "targets", "kl_by_window")} for cell in results["cells"]
+    ]
     return {**results, "cells": cells, "dense": {k: v for k, v in results["dense"].items() if k != "nll"}}
 
 
