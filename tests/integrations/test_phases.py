@@ -6,6 +6,7 @@ In fp32: how wide a pass is changes rounding, with us as without.
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -154,6 +155,26 @@ def test_a_conversation_goes_on(ace: ACE, model: PreTrainedModel, ids: torch.Ten
         ace.reset()
         talk()
         assert tokens(ace) == {"prefill": PROMPT + 1 + 5, "decode": 2 * DECODED}, "the last new token was never read"
+
+
+def test_threads_that_generate_at_a_time(ace: ACE, model: PreTrainedModel, ids: torch.Tensor) -> None:
+    """Prompts of different lengths: each thread's tokens are those of its call alone, and all are counted as what they are."""
+    lengths, found = (21, 9, 14), {}
+
+    def work(n: int) -> None:
+        found[n] = model.generate(ids[:, :n], **GREEDY)
+
+    with ace(model):
+        ace.set_threshold([0.0, 0.13])
+        alone = {n: model.generate(ids[:, :n], **GREEDY) for n in lengths}
+        ace.reset()
+        threads = [threading.Thread(target=work, args=(n,)) for n in lengths]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert tokens(ace) == {"prefill": sum(lengths), "decode": 3 * DECODED}
+    assert all(torch.equal(found[n], alone[n]) for n in lengths)
 
 
 # ---- a model called by hand ---------------------------------------------------------------------------------------------

@@ -29,8 +29,8 @@ def judge(
     part, found = windows.ids[:MOST], [Fidelity() for _ in taus]
     with attached(model, plan, policy) as runtime, progress.task("fidelity", len(part)) as task:
         for ids in part.split(batch):
-            runtime.set(torch.zeros(3))
-            whole = predict(model, ids)
+            with runtime.aside():
+                whole = predict(model, ids)
             for tau, sums in zip(taus, found, strict=True):
                 runtime.set(torch.full((3,), tau))
                 sums.add(compare(whole, predict(model, ids)))

@@ -36,10 +36,10 @@ def read_through(model: PreTrainedModel, windows: Windows, batch: int = 1) -> No
 
 
 @contextmanager
-def attached(model: PreTrainedModel, plan: Plan, policy: Policy, dispatch: str = "torch") -> Iterator[Runtime]:
-    """The policy in the model. On the torch path unless asked otherwise: mapping looks at contributions there."""
+def attached(model: PreTrainedModel, plan: Plan, policy: Policy) -> Iterator[Runtime]:
+    """The policy in the model, on the torch path: mapping looks at contributions there."""
     runtime = Runtime(plan, policy)
-    attachment = Attachment(model, runtime, MoEModel.of(model).sites, dispatch)  # type: ignore[arg-type]
+    attachment = Attachment(model, runtime, MoEModel.of(model).sites, "torch")
     try:
         yield runtime
     finally:

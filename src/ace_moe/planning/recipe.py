@@ -89,7 +89,6 @@ def map_budgets(
     correct: bool | None = None,
     again: bool = False,
     run: Run = read_through,
-    dispatch: str = "torch",
     judged: bool = False,
     save: Save = lambda plan: None,
     partial: Partial | None = None,
@@ -104,7 +103,7 @@ def map_budgets(
     correct = policy != PRESETS["paper"] if correct is None else correct
     plan = prepare(plan, policy, model, calibration_part(windows))
     known = {} if again else {b: f for b in wanted if (f := known_fit(plan, policy, windows, b, correct)) is not None}
-    with attached(model, plan, policy, dispatch) as runtime, partial or nullcontext():
+    with attached(model, plan, policy) as runtime, partial or nullcontext():
         passes, fits = Passes(runtime, model, windows, batch, run), dict(known)
         todo = [b for b in wanted if b not in known]
         dense = _dense(passes, policy, partial) if todo else None

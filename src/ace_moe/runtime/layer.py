@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -134,11 +134,8 @@ class Layer(nn.Module):
         policy, routing = self.policy, self._routing(ids, gates, rows, hidden)
         if not self.observers:
             return policy.route(routing)
-        protected, decision = None, None
-        if isinstance(policy, TokenPolicy):
-            protected = policy.protected(routing)
-            decision = policy.settle(routing, protected)
-        decision = decision or policy.route(routing)
+        protected = policy.protected(routing) if isinstance(policy, TokenPolicy) else None
+        decision = policy.route(routing)  # the policy's own way, also where a user's changes it
         for observer in self.observers:
             observer(routing, protected, decision)
         return decision
@@ -159,7 +156,7 @@ class Layer(nn.Module):
             hidden,
             rows > 0 if needs_mask else None,
             length=0 if policy.token_local else self.tokens.length(ids.shape[0]),
-            norms=partial(self._norms, hidden, ids) if policy.needs_norms and hidden is not None else None,
+            norms=cache(partial(self._norms, hidden, ids)) if policy.needs_norms and hidden is not None else None,
             factor=self.factor[1] if self.weighed else None,
         )
 

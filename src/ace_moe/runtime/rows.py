@@ -14,7 +14,6 @@ from torch import Tensor
 Phase = Literal["prefill", "decode", "verify"]
 PHASES: tuple[Phase, ...] = ("prefill", "decode", "verify")
 PADDING = 0
-MOST_BUDGETS = 42  # rows are int8
 
 
 def row_of(phase: Phase, budget: int = 0) -> int:

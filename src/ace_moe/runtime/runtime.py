@@ -18,13 +18,12 @@ from .state import State
 
 
 class Runtime:
-    """`after_step` is called behind the last layer of a step, inside a captured graph: it may move τ in place."""
+    """Layers join with `add`; τ of a budget is changed with `set`, in place."""
 
     def __init__(self, plan: Plan, policy: Policy, budgets: int = 1):
         self.plan, self.policy, self.state = plan, policy, State(budgets)
         self.layers: dict[str, Layer] = {}
         self.padding_known = True  # since the last reset
-        self.after_step: Callable[[State], None] | None = None
 
     def add(self, key: str, mark: int, device: torch.device | str, **options: Any) -> Layer:
         """The decider of a further layer. Options are those of `Layer`."""

@@ -26,9 +26,9 @@ from ...errors import IntegrationError
 from ...policies.calibration import router_logits
 from ...runtime import Layer, Runtime, row_of
 from ...runtime.executors import SENTINELS
-from .experts import CHILD, IMPLEMENTATION, UNRULED, Choice, choose_executor
+from .experts import CHILD, IMPLEMENTATION, UNRULED, Choice, choose_executor, has_triton
 from .generation import Told, listen
-from .passes import Pass
+from .passes import Pass, Telling
 
 MINE, PASS = "_ace_attachment", "_ace_pass"  # on the model, and on each of its stacks
 Undo = Callable[[Any], object]
@@ -113,7 +113,7 @@ class Attachment:
         device = device_of(module)
         chosen = choose_executor(module, device, self.dispatch, f"{site.path} ({type(module).__name__})")
         kernels = chosen.executor.name == "kernels" or (
-            device.type == "cuda" and self.dispatch != "torch" and _triton()
+            device.type == "cuda" and self.dispatch != "torch" and has_triton()
         )
         layer = self.runtime.add(site.key, site.num_experts, device, kernels=kernels)
         layer.chosen, layer.tokens, layer.owner = chosen, stack, ref(module)
@@ -210,22 +210,21 @@ class Attachment:
     @contextmanager
     def phase(self, phase: str) -> Iterator[None]:
         """Inside, every token of a pass is of this phase, for callers that know."""
-        before = [p.fixed for p in self.passes.values()]
+        before = [p.telling for p in self.passes.values()]
         for one in self.passes.values():
-            one.fixed = row_of(phase)  # type: ignore[arg-type]
+            one.tell(Telling(row=row_of(phase)))  # type: ignore[arg-type]
         try:
             yield
         finally:
-            for one, fixed in zip(self.passes.values(), before, strict=True):
-                one.fixed = fixed
+            for one, telling in zip(self.passes.values(), before, strict=True):
+                one.tell(telling)
 
     @contextmanager
     def unruled(self) -> Iterator[None]:
         """Inside, our executors run the router's own slots: what the rule itself costs."""
         undo: list[Callable[[], object]] = []
         for layer in self.runtime.layers.values():
-            module = layer.owner()
-            view: Any = None if module is None else module.config
+            view: Any = getattr(layer.owner(), "config")  # noqa: B009
             view._experts_implementation = UNRULED
             undo.append(partial(setattr, view, "_experts_implementation", IMPLEMENTATION))
         model = self.model()
@@ -310,15 +309,6 @@ def device_of(module: nn.Module) -> torch.device:
     if parked is None:
         return next(module.parameters()).device
     return torch.device(parked if not isinstance(parked, int) else f"cuda:{parked}")
-
-
-@cache
-def _triton() -> bool:
-    try:
-        import triton  # noqa: F401
-    except ImportError:
-        return False
-    return True
 
 
 def _refuse_adapters(model: nn.Module, site: Site) -> None:

@@ -6,6 +6,7 @@ behind every group of the grouped product and are never computed.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
@@ -124,13 +125,15 @@ def kernels_for(module: nn.Module, device: torch.device, forced: bool = False) -
 
 def layout_of(module: nn.Module) -> Layout | str:
     """How the kernels see the module's weights, or why they cannot run it."""
-    try:
-        import triton  # noqa: F401
-
-        from ...kernels.layout import Layout
-    except ImportError:
+    if not has_triton():
         return "Triton is not installed"
+    from ...kernels.layout import Layout
+
     return Layout.of(module)
+
+
+def has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
 
 
 def on_gpu(module: nn.Module) -> str:

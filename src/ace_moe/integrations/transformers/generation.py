@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from .passes import PROMPTS, Pass
+from .passes import NOTHING, PROMPTS, Pass, Telling
 
 
 class Told:
@@ -29,26 +29,24 @@ class Told:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         model = self.model()
         assert model is not None
-        inside = any(p.prompt is not None for p in self.passes)  # a model that drafts for itself keeps the outer prompt
+        # a model that drafts for itself keeps the outer prompt
+        inside = any(p.telling.prompt is not None for p in self.passes)
         prompt, start = (None, None) if inside else prompt_of(model, args, kwargs)
         if prompt is None:
             return type(model).generate(model, *args, **kwargs)
         try:
             for one in self.passes:
-                one.prompt, one.start = torch.tensor(prompt, device=model.device), start
+                one.tell(Telling(torch.tensor(prompt, device=model.device), start))
             return type(model).generate(model, *args, **kwargs)
         finally:
             for one in self.passes:
-                one.prompt = one.start = None
+                one.tell(NOTHING)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """A copied model generates for itself."""
         model = self.model()
         copied = memo.get(id(model))
         return self if copied is None else MethodType(type(copied).generate, copied)
-
-    def __reduce__(self) -> Any:
-        return getattr, (self.model(), "generate")
 
 
 def prompt_of(

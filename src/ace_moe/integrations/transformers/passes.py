@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import threading
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,15 +22,25 @@ PREFILL, DECODE, VERIFY = (row_of(phase) for phase in ("prefill", "decode", "ver
 PROMPTS = "ace_prompt_lengths"  # where a paged cache carries the prompt lengths of its requests
 
 
+class Telling(NamedTuple):
+    """What a caller knows of the passes it makes: where its prompt ends, each row's first real token, or all of it."""
+
+    prompt: Tensor | None = None  # []
+    start: Tensor | None = None  # [B]
+    row: int | None = None  # of every token
+
+
+NOTHING = Telling()
+
+
 class Pass:
     """One stack's running pass. Two threads take turns: the second waits until the first one's pass has ended."""
 
     def __init__(self, runtime: Any, cached: bool):
         self.runtime, self.cached = runtime, cached  # whether the stack takes a cache: an encoder does not
         self.counting = True
-        self.prompt: Tensor | None = None  # [], where `generate`'s prompt ends
-        self.start: Tensor | None = None  # [B], its first real token
-        self.fixed: int | None = None  # a row that was set by hand for all tokens
+        self._told: dict[int, Telling] = {}  # by thread: two may generate at a time
+        self._latest = NOTHING  # what a compiled call reads, which does not know its thread
         self._rows: Tensor | None = None  # [T] of the running pass
         self._row: int | None = PREFILL  # the one row of all its tokens, where it is known
         self._length = 0
@@ -41,6 +51,16 @@ class Pass:
         """A copy of an attached model is a model without a plan."""
 
     __reduce_ex__ = refuse_pickling
+
+    @property
+    def telling(self) -> Telling:
+        """What the caller in this thread has told."""
+        return self._told.get(threading.get_ident(), NOTHING)
+
+    def tell(self, telling: Telling) -> None:
+        self._told[threading.get_ident()] = self._latest = telling
+        if telling is NOTHING:
+            del self._told[threading.get_ident()]
 
     # ---- what layers ask ----------------------------------------------------------------------------------------
 
@@ -105,31 +125,32 @@ class Pass:
             self._row, self._length, self.runtime.padding_known = PREFILL, 0, False
             return
         batch, self._length = given.shape[:2]
-        if self.fixed is not None:
-            self._all(self.fixed, given)
+        telling = self._latest if torch.compiler.is_compiling() else self.telling
+        if telling.row is not None:
+            self._all(telling.row, given)
         elif inputs.get("cu_seq_lens_q") is not None:
             self._length = 0
             prompts = getattr(inputs.get("cache"), PROMPTS, None)
             self._rows = packed(inputs["cu_seq_lens_q"], inputs.get("position_ids"), given, prompts)
         else:
-            self._by_index(inputs, given, batch)
+            self._by_index(inputs, given, batch, telling)
 
-    def _by_index(self, inputs: dict[str, Any], given: Tensor, batch: int) -> None:
+    def _by_index(self, inputs: dict[str, Any], given: Tensor, batch: int, telling: Telling) -> None:
         cache = inputs.get("past_key_values") if self.cached else None
         mask = inputs.get("attention_mask")
         mask = mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
-        if self.prompt is None or not self.cached:
+        if telling.prompt is None or not self.cached:
             row = by_hand(cache, self._length)
             if mask is not None:
                 return self._masked(mask, torch.full_like(mask[:, -self._length :], row, dtype=torch.int8))
             self.runtime.padding_known = False
             return self._all(row, given)
         index = torch.arange(self._length, device=given.device) + _cached(cache)
-        rows = placed(index, self.prompt.to(given.device), cache is not None).expand(batch, -1)
+        rows = placed(index, telling.prompt.to(given.device), cache is not None).expand(batch, -1)
         if mask is not None:
             return self._masked(mask, rows)
-        if self.start is not None and batch % len(self.start) == 0:
-            start = self.start.to(given.device).repeat_interleave(batch // len(self.start))
+        if telling.start is not None and batch % len(telling.start) == 0:
+            start = telling.start.to(given.device).repeat_interleave(batch // len(telling.start))
             rows = torch.where(index < start.unsqueeze(-1), PADDING, rows)
         self._rows = rows.to(torch.int8).reshape(-1)
 

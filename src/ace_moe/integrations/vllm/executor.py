@@ -29,26 +29,27 @@ DEEPEP = {"DeepEPHTPrepareAndFinalize", "DeepEPV2PrepareAndFinalize", "DeepEPLLP
 
 
 class Mode(NamedTuple):
-    """What a class of vLLM's does with a slot that has no expert, and how that is known."""
+    """How it is known that a class of vLLM's leaves a slot of id −1 out; what was only read is named so in reports."""
 
-    way: str
+    tried: bool
     evidence: str
     aware: bool = False  # its sum over slots must be told which rows were never written
     mapped: bool = False  # only under expert parallelism, where an expert map translates −1
 
 
 TABLE: dict[str, Mode] = {
-    "TritonExperts": Mode("native", "run on an H200, and in Triton's interpreter with poisoned rows", aware=True),
-    "MarlinExperts": Mode("native", "not tried; read: its alignment drops −1", aware=True),
-    "DeepGemmExperts": Mode("native", "not tried; read: counts, scatters and gathers test for −1"),
-    "BatchedTritonExperts": Mode("native", "not tried; read: sees numbers of tokens, not ids"),
-    "BatchedDeepGemmExperts": Mode("native", "not tried; read: sees numbers of tokens, not ids"),
-    "CutlassExpertsFp8": Mode("native", "not tried; read: the expert map translates −1", mapped=True),
+    "TritonExperts": Mode(True, "run on an H200, and in Triton's interpreter with poisoned rows", aware=True),
+    "MarlinExperts": Mode(False, "read: its alignment drops −1", aware=True),
+    "DeepGemmExperts": Mode(False, "read: counts, scatters and gathers test for −1"),
+    "BatchedTritonExperts": Mode(False, "read: sees numbers of tokens, not ids"),
+    "BatchedDeepGemmExperts": Mode(False, "read: sees numbers of tokens, not ids"),
+    "CutlassExpertsFp8": Mode(False, "read: the expert map translates −1", mapped=True),
 }
 
 
 class Native:
-    name = "native"
+    def __init__(self, tried: bool):
+        self.name = "native" if tried else "native (not tried)"
 
     def __call__(self, run: Run, x: Tensor, gates: Tensor, ids: Tensor, **shared: Any) -> Tensor:
         return run(x=x, topk_weights=gates, topk_ids=ids, **shared)
@@ -166,7 +167,7 @@ def theirs_of(experts: Any, kernel: Any) -> dict[str, Offer]:
     why = "CPU kernels index memory with −1" if on_cpu else _dispatch_reason(prepare) or _kernel_reason(experts, kernel)
     apart = "ranks exchange tokens in front of the kernel" if type(prepare).__name__ != PLAIN else ""
     return {
-        "native": lambda: why or Native(),
+        "native": lambda: why or Native(all(TABLE[type(part).__name__].tried for part in parts_of(kernel))),
         "compact": lambda: apart or ("" if on_cpu else "it needs a value on the host") or Compact(experts),
         "redirect": Redirect,
     }
@@ -185,12 +186,19 @@ def _dispatch_reason(prepare: Any) -> str:
 
 def _kernel_reason(experts: Any, kernel: Any) -> str:
     """Why −1 must not reach this kernel; empty if it may."""
+    return next((why for part in parts_of(kernel) if (why := _part_reason(experts, part))), "")
+
+
+def parts_of(kernel: Any) -> tuple[Any, ...]:
+    """The kernel, or the two between which it chooses."""
+    both = type(kernel).__name__ == "TritonOrDeepGemmExperts"
+    return (kernel.experts, kernel.fallback_experts) if both else (kernel,)
+
+
+def _part_reason(experts: Any, kernel: Any) -> str:
     name = type(kernel).__name__
-    if name == "TritonOrDeepGemmExperts":
-        parts = (kernel.experts, kernel.fallback_experts)
-        return next((why for part in parts if (why := _kernel_reason(experts, part))), "")
     mode = TABLE.get(name)
-    if mode is None or mode.way != "native" or (mode.mapped and experts.expert_map is None):
+    if mode is None or (mode.mapped and experts.expert_map is None):
         return f"what {name} does with a slot that has no expert is not known"
     if getattr(kernel, "_lora_context", None) is not None:
         return "LoRA aligns all routed slots itself"
@@ -210,9 +218,8 @@ def _scales_whole_tensor(kernel: Any) -> bool:
 
 def make_sums_aware(kernel: Any) -> None:
     """Rows of skipped slots are never written: the sum over slots has to be told which they are, also without EP."""
-    parts: tuple[Any, ...] = (kernel, getattr(kernel, "experts", None), getattr(kernel, "fallback_experts", None))
-    for part in parts:
-        if (mode := TABLE.get(type(part).__name__)) is not None and mode.aware:
+    for part in parts_of(kernel):
+        if TABLE[type(part).__name__].aware:
             part.moe_sum = aware_sum
 
 
