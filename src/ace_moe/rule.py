@@ -4,7 +4,8 @@ This file is the reference: every fast path is tested against it. All shapes are
 Nothing here syncs with the host or has a data-dependent shape, so it runs inside CUDA graphs and torch.compile.
 
 Order of events for one token: contributions → protected slots count as +∞ → a slot is skipped iff its
-contribution < τ → kept gates are rescaled. A token that loses nothing gets the router's own gates back.
+contribution < τ → if asked for, slots whose expert is read anyway are restored → kept gates are rescaled. A token that
+loses nothing gets the router's own gates back.
 """
 
 from __future__ import annotations
@@ -155,6 +156,19 @@ def rescale(gates: Tensor, keep: Tensor, gain: Gain) -> Tensor:
     scaled = (gates.float() * gain_factor(gates, keep, gain)).to(gates.dtype)
     untouched = keep.all(-1, keepdim=True)
     return torch.where(untouched, gates, torch.where(keep, scaled, torch.zeros_like(gates)))
+
+
+def union(ids: Tensor, slots: Tensor, experts: int) -> Tensor:
+    """[E] bool: the experts of the slots [T, k] that are marked."""
+    at = torch.where(slots, ids, experts).flatten().long()
+    found = torch.zeros(experts + 1, dtype=torch.bool, device=ids.device)
+    return found.scatter(0, at, torch.ones_like(at, dtype=torch.bool))[:experts]
+
+
+def restore(keep: Tensor, ids: Tensor, read: Tensor, free: Tensor) -> Tensor:
+    """keep [T, k] and the other slots of the tokens `free` [T] whose expert is read [E] anyway: they cost no read."""
+    there = (ids >= 0) & (ids < len(read))
+    return keep | (free.unsqueeze(-1) & there & read[torch.where(there, ids, 0).long()])
 
 
 def decide(protected: Tensor, gates: Tensor, threshold: Tensor | float, gain: Gain) -> tuple[Tensor, Tensor]:

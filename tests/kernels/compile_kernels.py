@@ -85,15 +85,20 @@ def common(tokens: int, rule: decide.Rule, start: int = 0) -> tuple:
     return rows, torch.zeros(49), torch.ones(2), tables, torch.zeros(49, 3, dtype=torch.int64), 128, str(rule)
 
 
-def decide_slots(*given: int | decide.Rule) -> None:
+def voting(restores: bool) -> list[torch.Tensor]:
+    return [torch.zeros(49, dtype=torch.int8), torch.zeros(2, 2, dtype=torch.int64)] if restores else []
+
+
+def decide_slots(*given: int | decide.Rule, restores: bool = False) -> None:
     """For 128 experts of which 8 are routed."""
     ids, gates = torch.zeros(given[0], 8, dtype=torch.int64), torch.zeros(given[0], 8, dtype=torch.bfloat16)
-    decide.launch_rule(ids, gates, *common(*given))
+    decide.launch_rule(ids, gates, *common(*given), voting(restores), 128)
 
 
-def route_tokens(*given: int | decide.Rule) -> tuple[torch.Tensor, torch.Tensor]:
+def route_tokens(*given: int | decide.Rule, restores: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     logits = torch.zeros(given[0], 128, dtype=torch.bfloat16)
-    return decide.launch_route(logits, *common(*given), 8, False, True, torch.bfloat16, torch.int64)
+    kind = (8, False, True, torch.bfloat16, torch.int64)
+    return decide.launch_route(logits, *common(*given), *kind, voting(restores))
 
 
 def builds_of(sizes: Iterable[int]) -> set[tuple]:
@@ -103,6 +108,8 @@ def builds_of(sizes: Iterable[int]) -> set[tuple]:
     weights = experts.Weights(w_in, w_out, None, None, PLAIN)
     for tokens in sizes:
         decide_slots(tokens, RULES[0], tokens % 7)
+        decide_slots(tokens, RULES[0], tokens % 7, restores=True)
+        route_tokens(tokens, RULES[0], tokens % 7, restores=True)
         ids, gates = route_tokens(tokens, RULES[0], tokens % 7)
         experts.run(torch.zeros(tokens, 16, dtype=torch.bfloat16), ids, gates, weights)
     return set(builds)
@@ -128,7 +135,7 @@ def all_experts() -> None:
         ),
     ]  # fmt: skip
     for weights in layers if int(sys.argv[1]) >= 89 else layers[:-1]:  # older chips have no FP8
-        for tokens in (1, 4, 8, 16, 64, 1024, 4096):
+        for tokens in (1, 4, 8, 64, 1024, 4096) if weights is layers[0] else (1, 16, 1024):
             x = torch.zeros(tokens, weights.shape[1], dtype=torch.bfloat16)
             experts.run(x, torch.zeros(tokens, k, dtype=torch.int64), torch.zeros(tokens, k, dtype=x.dtype), weights)
 
@@ -139,6 +146,9 @@ def the_rest() -> None:
             decide_slots(tokens, rule)
         for rule in (RULES[1], RULES[-1]):
             route_tokens(tokens, rule)
+    for tokens in (1, 16, 64, 300):
+        decide_slots(tokens, RULES[0], restores=True)
+        route_tokens(tokens, RULES[0], restores=True)
     for batch, positions in ((1, 272), (16, 1040)):
         k = torch.zeros(batch, 4, positions, 128, dtype=torch.bfloat16)
         mask = torch.ones(batch, 1, 1, positions, dtype=torch.bool)

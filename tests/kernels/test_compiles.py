@@ -15,13 +15,13 @@ pytest.importorskip("triton")
 )
 def test_kernels_compile(capability, tmp_path):
     said = compile_kernels(str(capability), cache=tmp_path)
-    assert all(name in said for name in ("one_down", "many_down", "sort", "place", "decide", "route", "attend"))
+    assert all(name in said for name in ("one_down", "many_down", "sort", "place", "decide", "route", "restore", "vote", "attend"))
 
 
 def test_no_size_is_compiled_while_serving(tmp_path):
     """What an engine has run before its first request covers every number of tokens after it."""
     said = compile_kernels("90", "builds", cache=tmp_path)
-    assert said.endswith("builds, 0 met later") and int(said.split()[0]) < 40
+    assert said.endswith("builds, 0 met later") and int(said.split()[0]) < 60
 
 
 def compile_kernels(*arguments, cache):

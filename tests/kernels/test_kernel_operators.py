@@ -12,8 +12,8 @@ EXPERTS, K, TOKENS = 12, 4, 3
 RULE, KIND = text(FORMS["two tables max"], Setting()), TopK(K, False, True)
 
 
-@pytest.fixture
-def given():
+@pytest.fixture(params=[False, True], ids=["", "restores"])
+def given(request):
     """What both operators take, on the device."""
     g = torch.Generator().manual_seed(0)
     ids = torch.rand(TOKENS, EXPERTS, generator=g).argsort(1)[:, :K].contiguous()
@@ -24,6 +24,8 @@ def given():
     made = {name: tensor.to(DEVICE) for name, tensor in parts.items()}
     made["tables"] = [torch.rand(EXPERTS, generator=g).add(0.5).to(DEVICE) for _ in range(2)]
     made["counts"] = torch.zeros(3, 3, dtype=torch.int64, device=DEVICE)
+    free, reads = torch.tensor([0, 0, 1]).char(), torch.zeros(2, 2, dtype=torch.int64)
+    made["voting"] = [free.to(DEVICE), reads.to(DEVICE)] if request.param else []
     return made
 
 
@@ -31,8 +33,8 @@ def arguments(given, operator):
     names = ("rows", "tau", "factor", "tables", "counts")
     common = (*(given[name] for name in names), EXPERTS, RULE)
     if operator is decide.rule:
-        return given["ids"], given["gates"], *common
-    return given["logits"], *common, *KIND, torch.bfloat16, torch.int32
+        return given["ids"], given["gates"], *common, given["voting"], EXPERTS
+    return given["logits"], *common, *KIND, torch.bfloat16, torch.int32, given["voting"]
 
 
 @pytest.mark.parametrize("operator", [decide.rule, decide.route], ids=["rule", "route"])

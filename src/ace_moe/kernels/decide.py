@@ -6,6 +6,7 @@ and `route` are the same as torch operators, opaque to torch.compile and safe in
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -14,7 +15,7 @@ import triton
 from torch import Tensor
 
 from ..rule import FUSIONS, GAINS, NORMS, Form, Gain
-from . import route_kernel, rule_kernel
+from . import restore_kernel, route_kernel, rule_kernel
 from .experts import power_of_two
 from .launch import early_start
 
@@ -46,32 +47,49 @@ def constants(rule: str) -> dict[str, int | float | bool]:
     }  # fmt: skip
 
 
+TOGETHER = 128  # slots up to which one program has all tokens of a step and needs no second launch
+ALONE = 2048  # slots up to which every program of the second launch looks at all of them by itself
+
+
 def _views(tables: list[Tensor], stand_in: Tensor) -> tuple[Tensor, Tensor]:
     first, second, *_ = [*tables, stand_in, stand_in]
     return first, second
 
 
+def _vote(voting: Sequence[Tensor], stand_in: Tensor, slots: int) -> tuple[Tensor, Tensor, int]:
+    """(free rows, reads, VOTE)."""
+    if not voting:
+        return stand_in, stand_in, 0
+    free, reads = voting
+    return free, reads, 1 if slots <= TOGETHER else 2
+
+
 def launch_rule(
     ids: Tensor, gates: Tensor, rows: Tensor, tau: Tensor, factor: Tensor, tables: list[Tensor], counts: Tensor, mark: int,
-    rule: str,
+    rule: str, voting: Sequence[Tensor] = (), experts: int = 1,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """ids, gates [T, k], rows [T], τ [R] → ids, gates for the experts, `mark` at skipped slots; counts [R, 3] grow."""
+    """ids, gates [T, k], rows [T], τ [R] → ids, gates for the experts, `mark` at skipped slots; counts [R, 3] grow.
+
+    `voting`, if slots are restored: the rows that get them, [R] int8, and reads [2, 2], which grow.
+    """
     ids, gates, rows = ids.contiguous(), gates.contiguous(), rows.contiguous()
     (tokens, k), new_ids, new_gates = ids.shape, torch.empty_like(ids), torch.empty_like(gates)
     padded = power_of_two(k)
+    *votes, vote = _vote(voting, tau, power_of_two(tokens) * padded)
     small = min(8, power_of_two(tokens), max(1, 64 // padded))  # short programs in decode
-    block = small if tokens <= 256 else max(1, 512 // padded)
+    block = power_of_two(tokens) if vote == 1 else small if tokens <= 256 else max(1, 512 // padded)
     if tokens:
         rule_kernel.decide[(triton.cdiv(tokens, block),)](
-            ids, gates, rows, tau, *_views(tables, tau), factor, counts, new_ids, new_gates, tokens, mark,
-            K=k, KP=padded, BT=block, **constants(rule), num_warps=1 if tokens <= 256 else 4,
+            ids, gates, rows, tau, *_views(tables, tau), factor, counts, *votes, new_ids, new_gates, tokens, mark,
+            K=k, KP=padded, EP=power_of_two(experts), BT=block, VOTE=vote, **constants(rule),
+            num_warps=4 if tokens > 256 or vote == 1 else 1,
         )  # fmt: skip
-    return new_ids, new_gates
+    return _second(new_ids, new_gates, rows, counts, voting, mark, experts, rule) if vote == 2 else (new_ids, new_gates)
 
 
 def launch_route(
     logits: Tensor, rows: Tensor, tau: Tensor, factor: Tensor, tables: list[Tensor], counts: Tensor, mark: int, rule: str,
-    top_k: int, sigmoid: bool, normalise: bool, dtype: torch.dtype, ids_dtype: torch.dtype,
+    top_k: int, sigmoid: bool, normalise: bool, dtype: torch.dtype, ids_dtype: torch.dtype, voting: Sequence[Tensor] = (),
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The same as the router's top-k and `launch_rule`, straight from its logits [T, E]."""
     if logits.stride(1) != 1:
@@ -79,23 +97,42 @@ def launch_route(
     rows, (tokens, experts) = rows.contiguous(), logits.shape
     ids = torch.empty(tokens, top_k, dtype=ids_dtype, device=logits.device)
     gates = torch.empty(tokens, top_k, dtype=dtype, device=logits.device)
-    block = 1 if tokens <= 64 else 16
+    *votes, vote = _vote(voting, tau, power_of_two(tokens) * power_of_two(top_k))
+    block = power_of_two(tokens) if vote == 1 else 1 if tokens <= 64 else 16
     if tokens:
         route_kernel.route[(triton.cdiv(tokens, block),)](
-            logits, rows, tau, *_views(tables, tau), factor, counts, ids, gates, tokens, experts, logits.stride(0), mark,
-            K=top_k, KP=power_of_two(top_k), EP=power_of_two(experts), BT=block, SIGMOID=sigmoid,
-            NORMALISE=normalise, **constants(rule), **early_start(logits.device),
-            num_warps=1 if block == 1 else 4,
+            logits, rows, tau, *_views(tables, tau), factor, counts, *votes, ids, gates, tokens, experts, logits.stride(0),
+            mark, K=top_k, KP=power_of_two(top_k), EP=power_of_two(experts), BT=block, SIGMOID=sigmoid,
+            NORMALISE=normalise, VOTE=vote, **constants(rule), **early_start(logits.device),
+            num_warps=block if vote == 1 else 1 if block == 1 else 4,
         )  # fmt: skip
-    return ids, gates
+    return _second(ids, gates, rows, counts, voting, mark, experts, rule) if vote == 2 else (ids, gates)
 
 
-@torch.library.custom_op("ace_moe::rule", mutates_args=("counts",))
+def _second(
+    ids: Tensor, gates: Tensor, rows: Tensor, counts: Tensor, voting: Sequence[Tensor], mark: int, experts: int, rule: str
+) -> tuple[Tensor, Tensor]:
+    """Restored slots and rescaled gates, where one program did not see the whole step."""
+    (tokens, k), new_ids, new_gates = ids.shape, torch.empty_like(ids), torch.empty_like(gates)
+    sizes = {"K": k, "KP": power_of_two(k), "EP": power_of_two(experts), "BT": 16}
+    free, reads = voting
+    grid, every, votes = (triton.cdiv(tokens, 16),), power_of_two(tokens), reads
+    if every * sizes["KP"] > ALONE:
+        every, votes = 0, torch.zeros(2 * sizes["EP"] + 1, dtype=torch.int32, device=ids.device)
+        restore_kernel.vote[grid](ids, rows, votes, tokens, **sizes)
+    restore_kernel.restore[grid](
+        ids, gates, rows, free, votes, counts, reads, new_ids, new_gates, tokens, mark, TP=every,
+        GAIN=constants(rule)["GAIN"], **sizes, **early_start(ids.device),
+    )  # fmt: skip
+    return new_ids, new_gates
+
+
+@torch.library.custom_op("ace_moe::rule", mutates_args=("counts", "voting"))
 def rule(
     ids: Tensor, gates: Tensor, rows: Tensor, tau: Tensor, factor: Tensor, tables: list[Tensor], counts: Tensor, mark: int,
-    rule: str,
+    rule: str, voting: list[Tensor], experts: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    return launch_rule(ids, gates, rows, tau, factor, tables, counts, mark, rule)
+    return launch_rule(ids, gates, rows, tau, factor, tables, counts, mark, rule, voting, experts)
 
 
 @rule.register_fake
@@ -103,16 +140,16 @@ def _(ids, gates, *rest):
     return ids.new_empty(ids.shape), gates.new_empty(gates.shape)  # contiguous, whatever the router's are
 
 
-@torch.library.custom_op("ace_moe::route", mutates_args=("counts",))
+@torch.library.custom_op("ace_moe::route", mutates_args=("counts", "voting"))
 def route(
     logits: Tensor, rows: Tensor, tau: Tensor, factor: Tensor, tables: list[Tensor], counts: Tensor, mark: int, rule: str,
-    top_k: int, sigmoid: bool, normalise: bool, dtype: torch.dtype, ids_dtype: torch.dtype,
+    top_k: int, sigmoid: bool, normalise: bool, dtype: torch.dtype, ids_dtype: torch.dtype, voting: list[Tensor],
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     kind = (top_k, sigmoid, normalise)
-    return launch_route(logits, rows, tau, factor, tables, counts, mark, rule, *kind, dtype, ids_dtype)
+    return launch_route(logits, rows, tau, factor, tables, counts, mark, rule, *kind, dtype, ids_dtype, voting)
 
 
 @route.register_fake
-def _(logits, rows, tau, factor, tables, counts, mark, rule, top_k, sigmoid, normalise, dtype, ids_dtype):
+def _(logits, rows, tau, factor, tables, counts, mark, rule, top_k, sigmoid, normalise, dtype, ids_dtype, voting):
     shape = (logits.shape[0], top_k)
     return logits.new_empty(shape, dtype=ids_dtype), logits.new_empty(shape, dtype=dtype)

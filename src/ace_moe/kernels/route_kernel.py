@@ -15,9 +15,9 @@ from .rule_kernel import row_of, settle
 
 @triton.jit(do_not_specialize=["T"], do_not_specialize_on_alignment=["rows"])  # one build for any part of any batch
 def route(
-    logits, rows, tau, first, second, factor, counts, out_ids, out_gates, T, E, stride, MARK,
+    logits, rows, tau, first, second, factor, counts, free, reads, out_ids, out_gates, T, E, stride, MARK,
     K: tl.constexpr, KP: tl.constexpr, EP: tl.constexpr, BT: tl.constexpr, SIGMOID: tl.constexpr, NORMALISE: tl.constexpr,
-    VIEWS: tl.constexpr, FUSION: tl.constexpr, POWER: tl.constexpr, NORM: tl.constexpr, CUMULATIVE: tl.constexpr,
+    VOTE: tl.constexpr, VIEWS: tl.constexpr, FUSION: tl.constexpr, POWER: tl.constexpr, NORM: tl.constexpr, CUMULATIVE: tl.constexpr,
     FACTOR: tl.constexpr, GAIN: tl.constexpr, MIN_ACTIVE: tl.constexpr, MIN_MASS: tl.constexpr,
     EARLY: tl.constexpr = False,
 ):  # fmt: skip
@@ -47,6 +47,6 @@ def route(
         gate = gate / tl.sum(gate, 1)[:, None]
     slots = (t < T)[:, None] & (j < K)[None, :]
     settle(
-        ids, gate.to(out_gates.dtype.element_ty), t, slots, row, threshold, first, second, factor, counts, out_ids,
-        out_gates, MARK, K, VIEWS, FUSION, POWER, NORM, CUMULATIVE, FACTOR, GAIN, MIN_ACTIVE, MIN_MASS,
+        ids, gate.to(out_gates.dtype.element_ty), t, slots, row, threshold, first, second, factor, counts, free, reads,
+        out_ids, out_gates, MARK, K, EP, VOTE, VIEWS, FUSION, POWER, NORM, CUMULATIVE, FACTOR, GAIN, MIN_ACTIVE, MIN_MASS,
     )  # fmt: skip

@@ -2,13 +2,16 @@
 
 Constants of a form: VIEWS tables (0: the gate alone), FUSION 0 max, 1 min, 2 mean; POWER of |g|; NORM 0 sum, 1 max,
 2 rank; CUMULATIVE; FACTOR: `factor` [2] holds what contributions are multiplied by before and after protection. GAIN 0
-kept, 1 none, 2 power.
+kept, 1 none, 2 power. VOTE 0: every token by itself; 1: this program has all tokens of the step and restores slots; 2: a
+second launch will (`restore_kernel.py`), for which a skipped slot is written as −2 − e with its raw gate.
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+from .restore_kernel import add_reads, count_reads, present, rescaled, restored
 
 
 @triton.jit
@@ -86,18 +89,6 @@ def _protected(c, gate, e, there, MIN_ACTIVE: tl.constexpr, MIN_MASS: tl.constex
 
 
 @triton.jit
-def _rescaled(gate, keep, GAIN: tl.constexpr):
-    if GAIN == 0:
-        kept = tl.sum(tl.where(keep, gate, 0.0), 1)[:, None]
-        gate = gate * tl.where(kept > 0, tl.sum(gate, 1)[:, None] / kept, 1.0)
-    elif GAIN == 2:
-        square = gate * gate
-        kept = tl.sum(tl.where(keep, square, 0.0), 1)[:, None]
-        gate = gate * tl.sqrt_rn(tl.where(kept > 0, tl.sum(square, 1)[:, None] / kept, 1.0))
-    return gate
-
-
-@triton.jit
 def _count(counts, row, there, keep):
     """counts [R, 3] += routed, kept by the rule; once for a program whose tokens share a row, which is nearly always."""
     routed, kept = tl.sum(there.to(tl.int32), 1), tl.sum(keep.to(tl.int32), 1)
@@ -111,6 +102,19 @@ def _count(counts, row, there, keep):
 
 
 @triton.jit
+def _free(e, there, keep, row, free, counts, reads, EP: tl.constexpr):
+    """keep [BT, KP] with the slots whose expert another token of this program keeps; reads are counted."""
+    prompt = tl.max(((row > 0) & (row % 3 == 1)).to(tl.int32), 0)
+    if e.shape[0] == 1:  # a token's experts differ: none is another slot's
+        add_reads(reads, tl.sum(keep.to(tl.int64)), tl.sum(there.to(tl.int64)), prompt)
+    else:
+        kept = present(e, keep, EP)
+        count_reads(reads, kept, present(e, there, EP), prompt, EP)
+        keep = restored(e, there, keep, row, free, counts, kept)
+    return keep
+
+
+@triton.jit
 def row_of(rows, tau, t, T):
     """(row [BT], τ [BT, 1]) of tokens t; 0, padding, for those past the last."""
     row = tl.load(rows + t, mask=t < T, other=0).to(tl.int32)
@@ -119,10 +123,10 @@ def row_of(rows, tau, t, T):
 
 @triton.jit
 def settle(
-    e, raw, t, slots, row, tau, first, second, factor, counts, out_ids, out_gates, MARK,
-    K: tl.constexpr, VIEWS: tl.constexpr, FUSION: tl.constexpr, POWER: tl.constexpr, NORM: tl.constexpr,
-    CUMULATIVE: tl.constexpr, FACTOR: tl.constexpr, GAIN: tl.constexpr, MIN_ACTIVE: tl.constexpr,
-    MIN_MASS: tl.constexpr,
+    e, raw, t, slots, row, tau, first, second, factor, counts, free, reads, out_ids, out_gates, MARK,
+    K: tl.constexpr, EP: tl.constexpr, VOTE: tl.constexpr, VIEWS: tl.constexpr, FUSION: tl.constexpr,
+    POWER: tl.constexpr, NORM: tl.constexpr, CUMULATIVE: tl.constexpr, FACTOR: tl.constexpr, GAIN: tl.constexpr,
+    MIN_ACTIVE: tl.constexpr, MIN_MASS: tl.constexpr,
 ):  # fmt: skip
     """Decide the slots of tokens t [BT]: ids e (int32) and gates raw [BT, KP], `slots` where one is stored.
 
@@ -137,19 +141,24 @@ def settle(
         weight = tl.load(factor + 1)
         c = tl.where(weight == float("inf"), weight, c * weight)
     keep = there & ((c < tau) == 0)  # not c ≥ τ: what is no number is kept, as in `rule.py`
-    untouched = tl.sum((there & (keep == 0)).to(tl.int32), 1)[:, None] == 0
-    new = tl.where(untouched & there, raw, tl.where(keep, _rescaled(gate, keep, GAIN), 0.0).to(raw.dtype))
-    tl.store(out_gates + at, new, mask=slots)
-    tl.store(out_ids + at, tl.where(keep, e, MARK).to(out_ids.dtype.element_ty), mask=slots)
     _count(counts, row, there, keep)
+    if VOTE == 2:
+        tl.store(out_gates + at, raw, mask=slots)
+        coded = tl.where(there, tl.where(keep, e, -2 - e), -1)
+        tl.store(out_ids + at, coded.to(out_ids.dtype.element_ty), mask=slots)
+    else:
+        if VOTE == 1:
+            keep = _free(e, there, keep, row, free, counts, reads, EP)
+        tl.store(out_gates + at, rescaled(raw, gate, there, keep, GAIN), mask=slots)
+        tl.store(out_ids + at, tl.where(keep, e, MARK).to(out_ids.dtype.element_ty), mask=slots)
 
 
 @triton.jit(do_not_specialize=["T"], do_not_specialize_on_alignment=["rows"])  # one build for any part of any batch
 def decide(
-    ids, gates, rows, tau, first, second, factor, counts, out_ids, out_gates, T, MARK,
-    K: tl.constexpr, KP: tl.constexpr, BT: tl.constexpr, VIEWS: tl.constexpr, FUSION: tl.constexpr, POWER: tl.constexpr,
-    NORM: tl.constexpr, CUMULATIVE: tl.constexpr, FACTOR: tl.constexpr, GAIN: tl.constexpr, MIN_ACTIVE: tl.constexpr,
-    MIN_MASS: tl.constexpr,
+    ids, gates, rows, tau, first, second, factor, counts, free, reads, out_ids, out_gates, T, MARK,
+    K: tl.constexpr, KP: tl.constexpr, EP: tl.constexpr, BT: tl.constexpr, VOTE: tl.constexpr, VIEWS: tl.constexpr,
+    FUSION: tl.constexpr, POWER: tl.constexpr, NORM: tl.constexpr, CUMULATIVE: tl.constexpr, FACTOR: tl.constexpr,
+    GAIN: tl.constexpr, MIN_ACTIVE: tl.constexpr, MIN_MASS: tl.constexpr,
 ):  # fmt: skip
     """out_ids, out_gates [T, k]: MARK in place of skipped experts, rescaled gates; counts [R, 3] += routed, kept."""
     t = tl.program_id(0) * BT + tl.arange(0, BT)
@@ -160,6 +169,6 @@ def decide(
     e = tl.load(ids + at, mask=slots, other=-1).to(tl.int32)
     raw = tl.load(gates + at, mask=slots, other=0.0)
     settle(
-        e, raw, t, slots, row, threshold, first, second, factor, counts, out_ids, out_gates, MARK,
-        K, VIEWS, FUSION, POWER, NORM, CUMULATIVE, FACTOR, GAIN, MIN_ACTIVE, MIN_MASS,
+        e, raw, t, slots, row, threshold, first, second, factor, counts, free, reads, out_ids, out_gates, MARK,
+        K, EP, VOTE, VIEWS, FUSION, POWER, NORM, CUMULATIVE, FACTOR, GAIN, MIN_ACTIVE, MIN_MASS,
     )  # fmt: skip
