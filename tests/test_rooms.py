@@ -152,8 +152,9 @@ def launches() -> dict[str, set[str]]:
 
 def test_one_place_launches_the_rule() -> None:
     found = launches()
-    assert found["decide"] == found["route"] == {"kernels.decide"}
-    assert {m for modules in found.values() for m in modules} == {"kernels.decide", "kernels.experts", "kernels.attend"}
+    assert found["decide"] == found["route"] == found["restore"] == {"kernels.decide"}
+    others = {"kernels.experts", "kernels.attend", "kernels.track"}
+    assert {m for modules in found.values() for m in modules} == {"kernels.decide"} | others
 
 
 def test_one_place_merges_reports() -> None:

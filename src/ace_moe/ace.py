@@ -21,6 +21,7 @@ from .planning import calibration_part, map_budgets, prepare
 from .policies import Policy, choose
 from .runtime import Runtime, merge
 from .runtime.settings import Skip, by_phase, check_tables, check_threshold, thresholds
+from .runtime.tracking import Control, check_control, start
 from .tables import TABLES
 from .tables.build import add_tables, build_plan
 from .text import Windows
@@ -40,7 +41,12 @@ class Pending:
 
 
 class ACE:
-    """`skip` is the budget: one number, or {"prefill": 0.5, "decode": 0.3}. `realised` is what was not executed."""
+    """`skip` is the budget: one number, or {"prefill": 0.5, "decode": 0.3}. `realised` is what was not executed.
+
+    `restore`: a generated token gets back the slots whose expert another token of its step reads anyway; what it runs then
+    depends on its batch, and is never less than it would run alone. `reads`: count experts read, with that or without.
+    `control="track"`: thresholds move by themselves so that the budget is kept on whatever is run.
+    """
 
     def __init__(
         self,
@@ -52,6 +58,9 @@ class ACE:
         workload: str | None = None,
         allow_other_weights: bool = False,
         dispatch: Choice = "auto",
+        restore: bool = False,
+        reads: bool = False,
+        control: Control = "fixed",
         pending: Pending | None = None,
         **settings: Any,
     ):
@@ -61,8 +70,9 @@ class ACE:
         self.policy, self.dispatch = choose(policy, preset, **settings), dispatch
         check_tables(plan, self.policy, set(TABLES), calibrates=pending is not None)
         self._attachment: Attachment | None = None
-        self._pending = pending
-        self.runtime = Runtime(plan, self.policy)
+        self._pending, self._votes = pending, {"restore": restore, "reads": reads}
+        self.control = check_control(control, self.policy)
+        self.runtime = Runtime(plan, self.policy, **self._votes)
         self.skip: Skip | None = None
         self.set_skip(skip)
 
@@ -93,8 +103,22 @@ class ACE:
 
     def set_skip(self, skip: Skip) -> None:
         """Another budget, at once: τ is changed in place, nothing is rebuilt or recompiled."""
-        self.runtime.set(thresholds(self.plan, self.policy, skip, self.workload))
+        if self.control == "track":
+            tau, targets = start(self.plan, self.policy, skip, self.workload)
+            self.runtime.set(tau, targets=targets)
+        else:
+            self.runtime.set(thresholds(self.plan, self.policy, skip, self.workload))
         self.skip = dict(skip) if isinstance(skip, Mapping) else skip
+
+    def freeze(self) -> Tensor:
+        """Thresholds that moved by themselves stay where they are from now on; returns them, [3]."""
+        self.runtime.freeze()
+        self.control = "fixed"
+        return self.thresholds
+
+    def set_restore(self, on: bool) -> None:
+        """Restore slots from now on, or no longer; needs `restore=True` or `reads=True` from the start."""
+        self.runtime.restore(on)
 
     def set_threshold(self, threshold: float | Tensor) -> None:
         """τ itself, for all phases or as [prefill, decode] or [prefill, decode, verify]."""
@@ -120,9 +144,9 @@ class ACE:
         self.plan = self._complete(self.plan.check_model(moe.fingerprint(), self.allow_other_weights), inner)
         if self._pending is not None:
             self._map(inner, self._pending)
-        runtime = Runtime(self.plan, self.policy)
+        runtime = Runtime(self.plan, self.policy, **self._votes)
         self._attachment = Attachment(inner, runtime, moe.sites, self.dispatch)
-        runtime.state.set(self.runtime.state.tau)
+        runtime.take_over(self.runtime)
         self.runtime = runtime
         return self
 

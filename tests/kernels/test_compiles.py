@@ -15,7 +15,10 @@ pytest.importorskip("triton")
 )
 def test_kernels_compile(capability, tmp_path):
     said = compile_kernels(str(capability), cache=tmp_path)
-    assert all(name in said for name in ("one_down", "many_down", "sort", "place", "decide", "route", "restore", "vote", "attend"))
+    assert all(
+        name in said
+        for name in ("one_down", "many_down", "sort", "place", "decide", "route", "restore", "vote", "attend")
+    )
 
 
 def test_no_size_is_compiled_while_serving(tmp_path):

@@ -103,7 +103,16 @@ def test_order_and_padding_change_nothing(tokens):
 def test_fused_with_the_router_it_is_the_same(tokens):
     logits, ids, gates, rows, tau = batch(tokens, 8, 48, KINDS, tokens + 1)
     counts, reads = (torch.zeros(s, dtype=torch.int64, device=DEVICE) for s in ((ROWS, 3), (2, 2)))
-    common = (framed(logits), framed(rows), framed(tau), factor(FORM, Setting(), {}), [], counts, -1, text(FORM, Setting()))
+    common = (
+        framed(logits),
+        framed(rows),
+        framed(tau),
+        factor(FORM, Setting(), {}),
+        [],
+        counts,
+        -1,
+        text(FORM, Setting()),
+    )
     fused = decide.launch_route(*common, 8, False, True, torch.float32, torch.int32, [framed(FREE), reads])
     apart = launch(ids, gates, rows, tau, 48, -1)
     assert torch.equal(fused[0].cpu().long(), apart[0])

@@ -15,8 +15,9 @@ from ace_moe.integrations.vllm.control import AceWorker, together
 
 def test_ranks_that_see_the_same_tokens_count_once() -> None:
     same, parts = together([reply(0), reply(1)]), together([reply(0, split=True), reply(1, split=True)])
-    assert same["prefill"] == {"routed": 160, "kept": 120, "realised": 0.25}
-    assert parts["prefill"] == {"routed": 320, "kept": 240, "realised": 0.25}
+    ratios = {"restored": 0, "realised": 0.25, "skipped": 0.25}
+    assert same["prefill"] == {"routed": 160, "kept": 120, **ratios}
+    assert parts["prefill"] == {"routed": 320, "kept": 240, **ratios}
     assert together([reply(0), reply(1), reply(0, data=1), reply(1, data=1)])["prefill"]["routed"] == 320
     assert list(same["layers"]) == ["2", "10"] and same["layers"]["2"]["decode"]["realised"] == 0.75
     assert same["executors"] == {"native": 2} and same["refused"] == {"kernels": "switched off"}

@@ -19,7 +19,6 @@ from transformers import PreTrainedModel, StaticCache
 
 from ..errors import OptionError
 from ..integrations.transformers import attached_to
-from ..runtime import Layer
 from .attention import IMPLEMENTATION, workspace
 from .layerwise import compiled_layers
 
@@ -121,11 +120,14 @@ class Decoder:
     def _capture(self) -> None:
         """Record a step. Warming up writes into the cache where the next step will write again, and is not counted."""
         model, before, start = self.model, self.model.config._attn_implementation, int(self._written)
-        counted = [(m, m.counts.clone()) for m in model.modules() if isinstance(m, Layer)]
+        found = attached_to(model)
         workspace(model.device)
         model.set_attn_implementation(self.attention)
         try:
-            with compiled_layers(model, self.cache, **self.options):
+            with (
+                nullcontext() if found is None else found.runtime.uncounted(),
+                compiled_layers(model, self.cache, **self.options),
+            ):
                 self._warm_up(start)
                 graph = torch.cuda.CUDAGraph()
                 with torch.cuda.graph(graph):
@@ -133,8 +135,6 @@ class Decoder:
                 self.graph = graph
         finally:
             model.set_attn_implementation(before)
-            for layer, counts in counted:
-                layer.counts.copy_(counts)
 
     def _warm_up(self, start: int) -> None:
         stream = torch.cuda.Stream()

@@ -110,7 +110,14 @@ def launch_route(
 
 
 def _second(
-    ids: Tensor, gates: Tensor, rows: Tensor, counts: Tensor, voting: Sequence[Tensor], mark: int, experts: int, rule: str
+    ids: Tensor,
+    gates: Tensor,
+    rows: Tensor,
+    counts: Tensor,
+    voting: Sequence[Tensor],
+    mark: int,
+    experts: int,
+    rule: str,
 ) -> tuple[Tensor, Tensor]:
     """Restored slots and rescaled gates, where one program did not see the whole step."""
     (tokens, k), new_ids, new_gates = ids.shape, torch.empty_like(ids), torch.empty_like(gates)

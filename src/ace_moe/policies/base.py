@@ -170,7 +170,10 @@ class TokenPolicy(Policy):
         return self.settle(routing, self.protected(routing))
 
     def settle(self, routing: Routing, protected: Tensor) -> Decision:
-        keep, gates = rule.decide(protected, routing.gates, routing.threshold, self.gain)
+        return self.skip(routing, ~(protected < routing.threshold))
+
+    def skip(self, routing: Routing, keep: Tensor) -> Decision:
+        gates = rule.rescale(routing.gates, keep, self.gain)
         return Decision(routing.ids, self._divided(routing, gates, keep) if self.denominator else gates, keep)
 
     def _divided(self, routing: Routing, gates: Tensor, keep: Tensor) -> Tensor:
@@ -182,7 +185,7 @@ class TokenPolicy(Policy):
 
     def kernel_rule(self) -> Form | None:
         """The form, if nothing of the rule around it was changed: a subclass that overrides a step is really called."""
-        steps = ("contribution", "protected", "settle", "route")
+        steps = ("contribution", "protected", "settle", "skip", "route")
         plain = all(getattr(type(self), step) is getattr(TokenPolicy, step) for step in steps)
         return self.form if plain and not self.needs_logits else None
 

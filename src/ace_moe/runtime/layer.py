@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
+from .. import rule
 from ..errors import IntegrationError, PlanError
 from ..plan import missing_table
 from ..policies import Decision, Policy, Routing, TokenPolicy
 from ..policies.calibration import answers
 from .executors import Chosen
-from .rows import Same, Tokens, row_of
+from .rows import PHASES, Same, Tokens, row_of
 from .state import State
 
 if TYPE_CHECKING:
@@ -34,11 +35,14 @@ class Layer(nn.Module):
     """Tables, τ, counters and rule of one layer. All are buffers: changing a budget recompiles nothing.
 
     `mark` is the id of a skipped slot. `tokens` says what each token is. `kernels`: the rule is a kernel where the policy
-    has one; `opaque`: through a torch operator, as a compiler that looks on needs it.
+    has one; `opaque`: through a torch operator, as a compiler that looks on needs it. `votes`: whether experts that a step
+    reads are counted, and slots restored where the state says so; that needs the number of experts.
     """
 
     tau: Tensor
+    free: Tensor
     counts: Tensor
+    reads: Tensor
     factor: Tensor
 
     def __init__(
@@ -53,15 +57,20 @@ class Layer(nn.Module):
         guarded: bool = False,
         kernels: bool = False,
         opaque: bool = True,
+        votes: bool = False,
+        experts: int = 1,
+        width: int = 1,
     ):
         super().__init__()
         self.key, self.policy, self.state, self.mark = key, policy, state, mark
+        self.votes, self.experts, self.width = votes, experts, width  # width: slots of a token
         self.tokens: Tokens = Same(row_of("prefill"))
         self.observers: list[Observer] = []  # while there are any, the layer decides in torch and shows them
         self.chosen: Chosen | None = None  # how the experts run
         self.at: Literal["experts", "router"] = "experts"  # where the rule is applied; fixed when a model is attached
         self.owner: Callable[[], nn.Module | None] = lambda: None  # the experts module, by a weak reference
         self.logits: Tensor | None = None  # the router's, where the policy needs them
+        self.after: Callable[[], None] | None = None  # behind the last layer of a step
         with torch.inference_mode(False):
             self._make_buffers(tables, guarded, torch.device(device))
         self.rule = ""  # the rule as the kernels take it
@@ -84,7 +93,10 @@ class Layer(nn.Module):
         self.weighed = policy.factor is not None
         self._keep("factor", torch.tensor([float(own), float(common)], dtype=torch.float32, device=device))
         self._keep("counts", torch.zeros(len(self.state.tau), 3, dtype=torch.int64, device=device))
-        self._keep("tau", self.state.on(device))
+        self._keep("reads", torch.zeros(2, 2, dtype=torch.int64, device=device))
+        shared = self.state.on(device)
+        self._keep("tau", shared.tau)
+        self._keep("free", shared.free)
 
     def _keep(self, name: str, tensor: Tensor) -> None:
         self.register_buffer(name, tensor, persistent=False)
@@ -113,10 +125,13 @@ class Layer(nn.Module):
         rows = self.tokens.rows(ids.shape[0], ids.device)
         if self._rule is not None and not self.observers:
             given = (ids, gates, rows, self.tau, self.factor, self._views(), self._counter(), self.mark, self.rule)
-            return self._rule(*given)
-        decision = self._in_torch(ids, gates, rows, hidden)
-        self._count(decision.keep, rows)
-        return torch.where(decision.keep, decision.ids, self.mark), decision.gates
+            found = self._rule(*given, self._voting(), self.experts)
+        else:
+            decision = self._in_torch(ids, gates, rows, hidden)
+            found = torch.where(decision.keep, decision.ids, self.mark), decision.gates
+        if self.after is not None:
+            self.after()
+        return found
 
     def route(
         self, logits: Tensor, kind: TopK, dtype: torch.dtype, ids_dtype: torch.dtype = torch.int64
@@ -124,7 +139,15 @@ class Layer(nn.Module):
         """The same from a plain router's logits [T, E], in one launch."""
         rows = self.tokens.rows(logits.shape[0], logits.device)
         given = (logits, rows, self.tau, self.factor, self._views(), self._counter(), self.mark, self.rule)
-        return self._route(*given, *kind, dtype, ids_dtype)
+        found = self._route(*given, *kind, dtype, ids_dtype, self._voting())
+        if self.after is not None:
+            self.after()
+        return found
+
+    def _voting(self) -> list[Tensor]:
+        if not self.votes:
+            return []
+        return [self.free, self.reads if self.tokens.counting else torch.zeros_like(self.reads)]
 
     def _views(self) -> list[Tensor]:
         return [getattr(self, name) for name in self.views]
@@ -132,13 +155,26 @@ class Layer(nn.Module):
     def _in_torch(self, ids: Tensor, gates: Tensor, rows: Tensor, hidden: Tensor | None) -> Decision:
         """By `rule.py`, and seen by an observer if there is one. Padding has τ = 0: its slots stay the router's own."""
         policy, routing = self.policy, self._routing(ids, gates, rows, hidden)
-        if not self.observers:
-            return policy.route(routing)
-        protected = policy.protected(routing) if isinstance(policy, TokenPolicy) else None
+        protected = policy.protected(routing) if self.observers and isinstance(policy, TokenPolicy) else None
         decision = policy.route(routing)  # the policy's own way, also where a user's changes it
         for observer in self.observers:
             observer(routing, protected, decision)
+        kept = decision.keep
+        if self.votes:
+            decision = self._restored(routing, decision, rows)
+        self._count(kept, decision.keep, rows)
         return decision
+
+    def _restored(self, routing: Routing, decision: Decision, rows: Tensor) -> Decision:
+        """With the slots whose expert is read anyway, by `rule.py`; experts read are counted."""
+        ids, real = routing.ids, (rows > 0).unsqueeze(-1) & (routing.ids >= 0)
+        read = rule.union(ids, decision.keep & real, self.experts)
+        if self.tokens.counting:
+            asked, prompt = rule.union(ids, real, self.experts), ((rows > 0) & (rows % len(PHASES) == 1)).any()
+            seen = torch.stack([read.sum(), asked.sum()])
+            self.reads.index_add_(0, prompt.long().view(1), seen.view(1, 2))
+        keep = rule.restore(decision.keep, ids, read, self.free[rows.long()] > 0)
+        return self.policy.skip(routing, keep)
 
     def watch(self, observer: Observer) -> Callable[[], None]:
         """Show the observer every decision; returns what ends it."""
@@ -185,12 +221,13 @@ class Layer(nn.Module):
     def _counter(self) -> Tensor:
         return self.counts if self.tokens.counting else torch.zeros_like(self.counts)
 
-    def _count(self, keep: Tensor, rows: Tensor) -> None:
-        """Routed and kept slots of real tokens by row, without a host sync."""
+    def _count(self, keep: Tensor, runs: Tensor, rows: Tensor) -> None:
+        """Routed, kept and restored slots of real tokens by row, without a host sync."""
         if not self.tokens.counting:
             return
         kept = keep.sum(-1)
-        seen = torch.stack([torch.full_like(kept, keep.shape[-1]), kept, torch.zeros_like(kept)], -1)
+        back = runs.sum(-1) - kept if runs is not keep else torch.zeros_like(kept)
+        seen = torch.stack([torch.full_like(kept, keep.shape[-1]), kept, back], -1)
         self.counts.index_add_(0, rows.long(), seen * (rows > 0).unsqueeze(-1))
 
     # ---- as a module --------------------------------------------------------------------------------------------
@@ -200,8 +237,9 @@ class Layer(nn.Module):
         device = fn(torch.empty(0, device=self.counts.device)).device
         if device != self.counts.device and device.type != "meta":
             with torch.inference_mode(False):
+                shared = self.state.on(device)._asdict()
                 for name, buffer in self._buffers.items():
-                    self._buffers[name] = self.state.on(device) if name == "tau" else buffer.to(device)  # type: ignore[union-attr]
+                    self._buffers[name] = shared[name] if name in shared else buffer.to(device)  # type: ignore[union-attr]
         return self
 
     def __deepcopy__(self, memo: Any) -> None:

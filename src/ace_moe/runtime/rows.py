@@ -14,6 +14,7 @@ from torch import Tensor
 Phase = Literal["prefill", "decode", "verify"]
 PHASES: tuple[Phase, ...] = ("prefill", "decode", "verify")
 PADDING = 0
+MOST = 127  # rows that an int8 can name
 
 
 def row_of(phase: Phase, budget: int = 0) -> int:
@@ -23,6 +24,10 @@ def row_of(phase: Phase, budget: int = 0) -> int:
 def rows_for(budgets: int) -> int:
     """How many rows this many budgets have, padding included."""
     return 1 + len(PHASES) * budgets
+
+
+# slots of a prompt's tokens stay skipped: there nearly every expert is read, and restoring would undo the budget
+RESTORED = frozenset(row for row in range(1, MOST + 1) if PHASES[(row - 1) % len(PHASES)] != "prefill")
 
 
 class Tokens(Protocol):

@@ -1,37 +1,79 @@
-"""τ by row, on every device that has layers: one tensor a device, changed in place, so that graphs see the change."""
+"""What rows are told, on every device that has layers: one tensor a device and a kind, changed in place, so that graphs see it."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .rows import PADDING, rows_for
+from .rows import PADDING, RESTORED, rows_for
+
+NONE = float("nan")  # the target of a row whose τ stays where it is
+
+
+class Shared(NamedTuple):
+    """The tensors that layers on one device read, all [R]."""
+
+    tau: Tensor  # f32; padding's stays 0
+    target: Tensor  # f32: the ratio that τ is moved towards
+    free: Tensor  # int8: whether slots of the row come back where their expert is read anyway
 
 
 class State:
-    """`tau` [R] of R rows; padding's stays 0."""
+    """τ, targets and restored rows of R rows."""
 
     def __init__(self, budgets: int = 1):
-        self.budgets = budgets
-        self._values = torch.zeros(rows_for(budgets), dtype=torch.float32, device="cpu")
-        self._on: dict[torch.device, Tensor] = {}
+        self.budgets, rows = budgets, rows_for(budgets)
+        with torch.device("cpu"):  # an engine may build its layers under another default
+            tau, target = torch.zeros(rows, dtype=torch.float32), torch.full((rows,), NONE, dtype=torch.float32)
+            self._host = Shared(tau, target, torch.zeros(rows, dtype=torch.int8))
+        self._on: dict[torch.device, Shared] = {}
 
     @property
     def tau(self) -> Tensor:
-        """[R], a copy."""
-        return self._values.clone()
+        """[R], a copy; where τ moves by itself, what it is now: the host waits for the device then."""
+        moved = next(iter(self._on.values()), None) if self.tracks else None
+        return self._host.tau.clone() if moved is None else moved.tau.cpu().clone()
 
-    def on(self, device: torch.device) -> Tensor:
-        """The tensor that layers on this device read."""
+    @property
+    def target(self) -> Tensor:
+        """[R], a copy."""
+        return self._host.target.clone()
+
+    @property
+    def tracks(self) -> bool:
+        """Whether any τ moves by itself."""
+        return bool((~self._host.target.isnan()).any())
+
+    @property
+    def restores(self) -> bool:
+        return bool(self._host.free.any())
+
+    def on(self, device: torch.device) -> Shared:
+        """What layers on this device read."""
         if device not in self._on:
             with torch.inference_mode(False):
-                self._on[device] = self._values.to(device, copy=True)
+                self._on[device] = Shared(*(t.to(device, copy=True) for t in self._host))
         return self._on[device]
 
-    def set(self, tau: Tensor) -> None:
-        """[R]"""
-        self._values = tau.detach().float().cpu().clone()
-        self._values[PADDING] = 0
+    def set(self, tau: Tensor, target: Tensor | None = None) -> None:
+        """[R] each; without targets they stay."""
+        now = tau.detach().float().cpu().clone()
+        now[PADDING] = 0
+        self._host = self._host._replace(tau=now, target=self._host.target if target is None else target.float().cpu())
+        self._write()
+
+    def restore(self, on: bool) -> None:
+        """Whether rows of generated and drafted tokens get slots back."""
+        free = torch.tensor(
+            [on and row in RESTORED for row in range(len(self._host.free))], dtype=torch.int8, device="cpu"
+        )
+        self._host = self._host._replace(free=free)
+        self._write()
+
+    def _write(self) -> None:
         with torch.inference_mode(False), torch.no_grad():
-            for tensor in self._on.values():
-                tensor.copy_(self._values)
+            for shared in self._on.values():
+                for there, here in zip(shared, self._host, strict=True):
+                    there.copy_(here)

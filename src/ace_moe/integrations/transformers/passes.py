@@ -98,6 +98,7 @@ class Pass:
 
     def end(self, *_: Any) -> None:
         """After a pass, also one that failed. With gradients on, a backward pass may run layers again: as before, uncounted."""
+        self.runtime.after_step()
         again = torch.is_grad_enabled()
         self.counting = not again
         if not again:

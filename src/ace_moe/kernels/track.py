@@ -1,0 +1,34 @@
+"""Launches what moves thresholds behind a step."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from . import track_kernel
+from .experts import power_of_two
+
+
+@lru_cache(maxsize=8)
+def _addresses(found: tuple[int, ...], device: torch.device) -> Tensor:
+    """Made at the first call, which is never recorded: a graph cannot hold a copy from the host."""
+    return torch.tensor(found, dtype=torch.int64, device=device)
+
+
+def launch_track(
+    counts: list[Tensor],
+    tau: Tensor,
+    target: Tensor,
+    seen: Tensor,
+    width: int,
+    rate: float,
+    lowest: float,
+    highest: float,
+) -> None:
+    """counts: [R, 3] of every layer; τ, target [R]; seen [R, 2]. `width` slots a token has in all layers."""
+    rows, where = len(tau), _addresses(tuple(c.data_ptr() for c in counts), tau.device)
+    padded = {"LP": power_of_two(len(counts)), "RP": power_of_two(rows)}
+    given = (tau, target, seen, len(counts), rows, float(width), rate, lowest, highest)
+    track_kernel.track[(1,)](where, *given, **padded, num_warps=8)
