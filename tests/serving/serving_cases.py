@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from transformers import Glm4MoeConfig, Glm4MoeForCausalLM, PreTrainedModel, Qwen2MoeConfig, Qwen2MoeForCausalLM
 
+import ace_moe
 from ace_moe import ACE
 from ace_moe.demo import MODEL
 from ace_moe.loading import load_model, load_tokenizer
@@ -163,9 +164,11 @@ class Case:
 
 
 def environment() -> dict[str, str]:
+    """Of this source tree, whichever is installed."""
+    source = Path(ace_moe.__file__).parent.parent
     return {
         **os.environ,
-        "PYTHONPATH": str(HERE),
+        "PYTHONPATH": f"{HERE}{os.pathsep}{source}",
         "TRITON_INTERPRET": "0",
         "OMP_NUM_THREADS": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -191,7 +194,9 @@ def run_script(name: str, *files: Path, timeout: int) -> subprocess.CompletedPro
 def start_engine(
     folder: Path, model: Path, ace: dict[str, Any] | None, steps: list[dict[str, Any]], task: Any = None, **llm: Any
 ) -> subprocess.CompletedProcess[str]:
+    """Without restored slots unless `ace` asks: what a token runs then is its own, whoever else is served."""
     folder.mkdir(parents=True, exist_ok=True)
+    ace = ace if ace is None else {"restore": False, **ace}
     spec = {"model": str(model), "prompts": prompts(), "max_tokens": MAX_TOKENS, "ace": ace, "llm": llm, "steps": steps}
     (folder / "spec.json").write_text(json.dumps(spec | (task or {})))
     return run_script("serving_engine.py", folder / "spec.json", folder / "out.json", timeout=900)

@@ -3,7 +3,8 @@
     python serving_engine.py SPEC OUT
 
 SPEC: model, prompts (token ids), max_tokens, ace (or null), llm (arguments of vllm.LLM), steps, logprobs (8 unless told).
-Each step is a change of budget ({"threshold": 0.1}, {"skip": 0.5} or {}) followed by one generation of all prompts.
+Each step is a change of budget ({"threshold": 0.1}, {"skip": 0.5} or {}) followed by one generation of all prompts, or of
+those in "only"; "extra" are the requests' own arguments.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 # step, and with it the last bits of a product, would depend on the load of the machine.
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 
+from ace_moe.integrations.vllm import control
 from ace_moe.integrations.vllm.control import AceWorker, together
 from ace_moe.integrations.vllm.skipping import find
 
@@ -91,28 +93,33 @@ def main(spec_path: str, out_path: str) -> None:
 
 def step(llm: Any, spec: dict[str, Any], change: dict[str, Any]) -> dict[str, Any]:
     on = spec["ace"] is not None
-    if on and change:
-        together(llm.collective_rpc("ace_set", kwargs=change))
+    budget = {k: v for k, v in change.items() if k not in ("only", "extra")}
+    if on and budget:
+        control._change(llm, **budget)
     if on:
         llm.collective_rpc("ace_reset")
         llm.collective_rpc("trace_begin")
     llm.collective_rpc("audit_begin")
-    found = generate(llm, spec["prompts"], spec["max_tokens"], spec.get("logprobs", 8))
+    prompts = [spec["prompts"][i] for i in change.get("only", range(len(spec["prompts"])))]
+    found = generate(llm, prompts, spec["max_tokens"], spec.get("logprobs", 8), change.get("extra"))
     report = together(llm.collective_rpc("ace_report")) if on else None
     trace = llm.collective_rpc("trace_read")[0] if on else None
     return {**found, "report": report, "trace": trace, "executed": llm.collective_rpc("audit_read")}
 
 
-def generate(llm: Any, prompts: list[list[int]], tokens: int, logprobs: int | None) -> dict[str, Any]:
+def generate(
+    llm: Any, prompts: list[list[int]], tokens: int, logprobs: int | None, extra: list[Any] | None = None
+) -> dict[str, Any]:
     """Greedy tokens of all prompts at once, and the log-probabilities of the likeliest at every position."""
     from vllm import SamplingParams, TokensPrompt
 
-    params = SamplingParams(
-        temperature=0, max_tokens=tokens, ignore_eos=True, prompt_logprobs=logprobs, logprobs=logprobs, detokenize=False
-    )
+    common: dict[str, Any] = {"temperature": 0, "max_tokens": tokens, "ignore_eos": True, "detokenize": False}
+    common |= {"prompt_logprobs": logprobs, "logprobs": logprobs}
+    params = [SamplingParams(**common, extra_args=own) for own in extra or [None] * len(prompts)]
     outs = llm.generate([TokensPrompt(prompt_token_ids=p) for p in prompts], params, use_tqdm=False)
     return {
         "tokens": [list(o.outputs[0].token_ids) for o in outs],
+        "cached": [o.num_cached_tokens for o in outs],
         "prompt_logprobs": [[_values(row) for row in (o.prompt_logprobs or ())[1:]] for o in outs],
         "logprobs": [[_values(row) for row in o.outputs[0].logprobs or ()] for o in outs],
     }

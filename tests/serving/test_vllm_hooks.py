@@ -76,8 +76,14 @@ hooks._hook(New, "prepare_inputs", step_v2, skipping.find)
 hooks._hook_worker(Worker, skipping.find)
 
 
-def scheduled(**drafts: list[int]) -> Any:
-    return SimpleNamespace(scheduled_spec_decode_tokens=drafts)
+def scheduled(new: Any = (), finished: Any = (), **drafts: list[int]) -> Any:
+    return SimpleNamespace(
+        scheduled_spec_decode_tokens=drafts, scheduled_new_reqs=list(new), finished_req_ids=set(finished)
+    )
+
+
+def request(name: str, **extra: Any) -> Any:
+    return SimpleNamespace(req_id=name, sampling_params=SimpleNamespace(extra_args=extra or None))
 
 
 def batch(**facts: Any) -> Any:
@@ -114,19 +120,39 @@ def test_first_generation(own: Any) -> None:
     assert at(own, 6) == [D, V, V, P, PADDING, PADDING]
 
 
+def test_requests_with_budgets_of_their_own(own: Any) -> None:
+    """First generation: told once when a request is new, kept while it runs, its rows and counters its own."""
+    runner, skips = Old(own.config), own.skipping
+    skips.set_threshold(0.1)
+    skips._set = lambda skip, number=0: skips.runtime.set(torch.full((3,), 0.2 * number), number)
+    runner._prepare_inputs(scheduled([request("a"), request("b", ace_skip=0.3)]), np.array([2, 3]))
+    assert at(own, 6) == [D, D, *[row_of("prefill", 1)] * 3, PADDING]
+    runner._prepare_inputs(scheduled(), np.array([1, 1]))
+    assert at(own, 3) == [D, row_of("prefill", 1), PADDING]
+    runner._prepare_inputs(scheduled([request("a", ace_skip_prefill=0, ace_skip_decode=0.5)]), np.array([1, 1]))
+    assert at(own, 2) == [row_of("decode", 2), row_of("prefill", 1)]
+    assert skips.part().budgets == ["0.30", "0.00/0.50"]
+    assert skips.runtime.state.tau[[D, row_of("decode", 1), row_of("decode", 2)]].tolist() == pytest.approx(
+        [0.1, 0.2, 0.4]
+    )
+    runner._prepare_inputs(scheduled(finished=["a"]), np.array([1, 1]))
+    assert at(own, 2) == [D, row_of("prefill", 1)]
+
+
 def test_second_generation(own: Any) -> None:
     """Requests are looked up by their slot; what a preempted one generated is no prompt, though its prefill covers it."""
     facts = {
         "num_scheduled_tokens": np.array([1, 5], dtype=np.int32), "idx_mapping_np": np.array([7, 2]),
         "num_computed_tokens_np": np.array([30, 0], dtype=np.int32), "prefill_len_np": np.array([20, 5]),
+        "req_ids": ["a", "b"],
     }  # fmt: skip
     prompts = np.zeros(16, dtype=np.int32)
     prompts[[7, 2]] = 20, 3
-    assert New(own.config, batch(**facts), prompts).prepare_inputs(None, None, None, 0).idx_mapping_np[0] == 7
+    assert New(own.config, batch(**facts), prompts).prepare_inputs(scheduled(), None, None, 0).idx_mapping_np[0] == 7
     assert at(own, 7) == [D, P, P, P, D, D, PADDING]
     drafts = {"num_draft_tokens": 3, "num_draft_tokens_per_req": np.array([0, 3], dtype=np.int32)}
     facts["num_computed_tokens_np"] = np.array([31, 5], dtype=np.int32)
-    New(own.config, batch(**facts, **drafts), prompts).prepare_inputs(None, None, None, num_active_loras := 0)
+    New(own.config, batch(**facts, **drafts), prompts).prepare_inputs(scheduled(), None, None, num_active_loras := 0)
     assert at(own, 7) == [D, D, D, V, V, V, PADDING] and num_active_loras == 0
 
 

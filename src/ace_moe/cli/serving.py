@@ -50,6 +50,12 @@ def serve(
     min_active: MinActive = None,
     min_mass: MinMass = None,
     workload: Annotated[str | None, typer.Option(help="Thresholds of this text, if the plan has several.")] = None,
+    restore: Annotated[
+        bool | None, typer.Option(help="Run skipped slots whose expert is read anyway. Default: yes, in decode.")
+    ] = None,
+    track: Annotated[bool, typer.Option(help="Thresholds move by themselves to keep the budget.")] = False,
+    skip_max: Annotated[float | None, typer.Option(help="How far the budget may rise under load.")] = None,
+    target_tpot: Annotated[float | None, typer.Option(help="Milliseconds a token may take before it rises.")] = None,
     kernels: Annotated[str, typer.Option(help="Our kernels: auto, on, off or a largest number of tokens.")] = "auto",
     allow_other_weights: AllowOtherWeights = False,
     dry_run: Annotated[bool, typer.Option(help="Check everything, print vLLM's command and stop.")] = False,
@@ -65,8 +71,10 @@ def serve(
     given = {
         "skip": budget, "policy": policy, "preset": preset, "gain": gain, "min_active": min_active, "min_mass": min_mass,
         "workload": workload, "kernels": parse_kernels(kernels), "allow_other_weights": allow_other_weights,
+        "restore": restore, "track": track, "skip_max": skip_max, "target_tpot": target_tpot,
     }  # fmt: skip
-    config = {k: v for k, v in given.items() if v is not None and (k, v) != ("allow_other_weights", False)}
+    unset = (("allow_other_weights", False), ("track", False))
+    config = {k: v for k, v in given.items() if v is not None and (k, v) not in unset}
     refuse_flags(context.args)
     config["plan"] = str(find_plan(model, plan, Settings.from_dict(config), text))
     check(model, Settings.from_dict(config))
@@ -133,7 +141,10 @@ def check(model: str, settings: Any) -> None:
     from ..runtime.settings import thresholds
 
     plan, policy = settings.open(model)
-    thresholds(plan, policy, settings.skip, settings.workload)
+    if not settings.track:
+        for budget in (settings.skip, settings.skip_max):
+            if budget is not None:
+                thresholds(plan, policy, budget, settings.workload)
     check_content(plan, model, settings.allow_other_weights)
 
 

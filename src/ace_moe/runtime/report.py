@@ -31,7 +31,7 @@ class Part:
     split: bool = False  # … unless each sees its own part of them
     reads: dict[str, list[list[int]]] = field(default_factory=dict)  # by layer: [2, 2] experts read, asked for
     restores: bool = False
-    budgets: list[float] = field(default_factory=list)  # of requests, in the order of their rows
+    budgets: list[str] = field(default_factory=list)  # of requests, in the order of their rows
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -99,9 +99,9 @@ def _phases(counts: Tensor) -> dict[str, Any]:
     return {phase: _entry(c) for phase, c in by_phase.items() if phase in ALWAYS or c[0] > 0}
 
 
-def _requests(budgets: Sequence[float], counts: Tensor) -> dict[str, Any]:
+def _requests(budgets: Sequence[str], counts: Tensor) -> dict[str, Any]:
     """What requests with budgets of their own got, by budget."""
-    rows = {f"{b:.2f}": counts[row_of("prefill", i) : row_of("prefill", i + 1)] for i, b in enumerate(budgets, 1)}
+    rows = {b: counts[row_of("prefill", i) : row_of("prefill", i + 1)] for i, b in enumerate(budgets, 1)}
     alone = torch.zeros(1, 3, dtype=torch.int64)
     return {"requests": {b: _phases(torch.cat([alone, c])) for b, c in rows.items()}} if rows else {}
 

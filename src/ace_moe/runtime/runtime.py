@@ -59,8 +59,8 @@ class Runtime:
         target[rows] = NONE if targets is None else targets
         self.state.set(tau, target)
         if self.state.tracks and self.layers:  # what was counted until now is no step's
-            self.tracker = self.tracker or Tracker(self.layers, self.state)
-            self.tracker.sync()
+            self.track()
+            self._counted_anew()
 
     def take_over(self, other: Runtime) -> None:
         """τ, targets and restoring as they are there."""
@@ -79,11 +79,14 @@ class Runtime:
 
     def after_step(self) -> None:
         """Behind the last layer of a step: thresholds that keep a budget are moved."""
-        if not self.state.tracks:
-            return
-        if self.tracker is None:
-            self.tracker = Tracker(self.layers, self.state)
-        self.tracker.step()
+        if self.tracker is None and self.state.tracks:
+            self.track()
+        if self.tracker is not None:
+            self.tracker.step()
+
+    def track(self) -> None:
+        """Thresholds with a target move from now on."""
+        self.tracker = self.tracker or Tracker(self.layers, self.state)
 
     # ---- what happened ------------------------------------------------------------------------------------------
 

@@ -88,7 +88,7 @@ def check_control(control: object, policy: Policy) -> Control:
         raise PolicyError(
             f"Thresholds move by themselves for policies that decide token by token; {policy.key!r} does not."
         )
-    return control  # type: ignore[return-value]
+    return control
 
 
 def start(plan: Plan, policy: Policy, skip: Skip, workload: str | None = None) -> tuple[Tensor, Tensor]:

@@ -21,9 +21,12 @@ MIDDLEWARE = "ace_moe.integrations.vllm.http.AceMiddleware"
 
 def register() -> None:
     """vLLM calls this in the front end, the engine and every worker."""
+    from . import requests, valve
     from .layers import register_layers
 
     register_layers()
+    requests.listen()
+    valve.listen()
 
 
 def engine_args(

@@ -25,12 +25,14 @@ class AceWorker:
         skipping = find(self.vllm_config)
         return {"error": OFF} if skipping is None else skipping.part(**_place(self.vllm_config)).to_json()
 
-    def ace_set(self, skip: Skip | None = None, threshold: float | list[float] | None = None) -> Reply:
+    def ace_set(
+        self, skip: Skip | None = None, threshold: float | list[float] | None = None, restore: bool | None = None
+    ) -> Reply:
         skipping = find(self.vllm_config)
         if skipping is None:
             return {"error": OFF}
         try:
-            _set(skipping, skip, threshold)
+            _set(skipping, skip, threshold, restore)
         except AceError as error:
             return {"error": str(error)}
         return self.ace_report()
@@ -43,12 +45,21 @@ class AceWorker:
         return self.ace_report()
 
 
-def _set(skipping: Skipping, skip: Skip | None, threshold: float | list[float] | None) -> None:
-    if (skip is None) == (threshold is None):
+def _set(skipping: Skipping, skip: Skip | None, threshold: float | list[float] | None, restore: bool | None) -> None:
+    """All of it or nothing."""
+    if (skip is None) == (threshold is None) and (restore is None or skip is not None):
         raise OptionError('Give either a budget ("skip") or a threshold, not both and not none.')
-    if skip is not None:
-        return skipping.set_skip(skip)
-    skipping.set_threshold(threshold)
+    before = skipping.runtime.state.restores
+    if restore is not None:
+        skipping.set_restore(restore)
+    try:
+        if skip is not None:
+            skipping.set_skip(skip)
+        elif threshold is not None:
+            skipping.set_threshold(threshold)
+    except AceError:
+        skipping.set_restore(before)
+        raise
 
 
 def _place(vllm_config: Any) -> dict[str, int]:
@@ -73,11 +84,26 @@ def report(llm: Any) -> Reply:
 
 def set_skip(llm: Any, skip: Skip) -> Reply:
     """Another budget for an offline `vllm.LLM`, at once."""
-    return together(llm.collective_rpc("ace_set", kwargs={"skip": skip}))
+    return _change(llm, skip=skip)
 
 
 def set_threshold(llm: Any, threshold: float | list[float]) -> Reply:
-    return together(llm.collective_rpc("ace_set", kwargs={"threshold": threshold}))
+    return _change(llm, threshold=threshold)
+
+
+def set_restore(llm: Any, on: bool) -> Reply:
+    """Restore slots whose expert is read anyway, or no longer."""
+    return _change(llm, restore=on)
+
+
+def _change(llm: Any, **wanted: Any) -> Reply:
+    """A new epoch of the prefix cache first: what was cached under the old budget is not read under the new."""
+    core = llm.llm_engine.engine_core
+    if hasattr(core, "engine_core"):  # in this process
+        core.engine_core.ace_epoch()
+    else:
+        core.call_utility("ace_epoch")
+    return together(llm.collective_rpc("ace_set", kwargs=wanted))
 
 
 def reset(llm: Any) -> None:

@@ -8,7 +8,7 @@ scheduled; kernels inside the graph read them there. A steady decode writes noth
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from typing import Any, NamedTuple
 
@@ -32,6 +32,7 @@ class Step(NamedTuple):
     computed: np.ndarray  # tokens computed before
     prompts: np.ndarray  # tokens of its prompt
     drafts: np.ndarray | None = None  # how many of the tokens are drafts, at the end of each query
+    budgets: np.ndarray | None = None  # the number of each one's budget; None: all have the server's
 
 
 def pieces_of(step: Step) -> np.ndarray:
@@ -49,9 +50,12 @@ def pieces_of(step: Step) -> np.ndarray:
     return pieces
 
 
-def rows_of(pieces: np.ndarray) -> np.ndarray:
+def rows_of(pieces: np.ndarray, budgets: np.ndarray | None = None) -> np.ndarray:
     """[tokens] int8"""
-    return np.repeat(np.tile(KINDS, len(pieces)), pieces.ravel())
+    kinds = np.tile(KINDS, len(pieces))
+    if budgets is not None:
+        kinds += np.repeat(budgets * len(KINDS), len(KINDS)).astype(np.int8)
+    return np.repeat(kinds, pieces.ravel())
 
 
 class Rows:
@@ -66,10 +70,11 @@ class Rows:
 
     def mark(self, step: Step) -> None:
         """About 15 µs on the host for 256 requests; the buffer is written only where a step is not like the one before."""
-        pieces = pieces_of(step)
-        if (key := pieces.tobytes()) == self._written:
+        pieces, budgets = pieces_of(step), step.budgets
+        key = pieces.tobytes() if budgets is None else pieces.tobytes() + budgets.tobytes()
+        if key == self._written:
             return
-        rows = rows_of(pieces)
+        rows = rows_of(pieces, budgets)
         shown = np.full(max(len(rows), self._tokens), PADDING, dtype=np.int8)
         shown[: len(rows)] = rows
         self._write(torch.from_numpy(shown))
@@ -140,20 +145,28 @@ def listen(find: Callable[[Any], Any]) -> None:
     _hook(model_runner.GPUModelRunner, "prepare_inputs", step_v2, find)
 
 
-def step_v1(runner: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Step:
+Owned = Mapping[str, int]  # requests with budgets of their own, and the budget's number
+
+
+def numbers(requests: Sequence[str], owned: Owned) -> np.ndarray | None:
+    return np.array([owned.get(i, 0) for i in requests], dtype=np.int64) if owned else None
+
+
+def step_v1(runner: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, owned: Owned) -> Step:
     scheduled = kwargs["scheduler_output"] if "scheduler_output" in kwargs else args[0]
     lengths = np.asarray(kwargs["num_scheduled_tokens"] if "num_scheduled_tokens" in kwargs else args[1])
     batch, n, drafted = runner.input_batch, len(lengths), scheduled.scheduled_spec_decode_tokens
     drafts = np.array([len(drafted.get(i, ())) for i in batch.req_ids[:n]]) if drafted else None
-    return Step(lengths, batch.num_computed_tokens_cpu[:n], batch.num_prompt_tokens[:n], drafts)
+    computed, prompts = batch.num_computed_tokens_cpu[:n], batch.num_prompt_tokens[:n]
+    return Step(lengths, computed, prompts, drafts, numbers(batch.req_ids[:n], owned))
 
 
-def step_v2(runner: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Step:
+def step_v2(runner: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, owned: Owned) -> Step:
     """`prompt_len`, not `prefill_len`: that one grows by what a preempted request had generated."""
     lengths = np.asarray(result.num_scheduled_tokens)
     prompts = runner.req_states.prompt_len.np[result.idx_mapping_np]
     drafts = result.num_draft_tokens_per_req if result.num_draft_tokens else None
-    return Step(lengths, result.num_computed_tokens_np, prompts, drafts)
+    return Step(lengths, result.num_computed_tokens_np, prompts, drafts, numbers(result.req_ids, owned))
 
 
 def _hook(cls: type, prepare: str, step: Callable[..., Step], find: Callable[[Any], Any]) -> None:
@@ -167,7 +180,9 @@ def _hook(cls: type, prepare: str, step: Callable[..., Step], find: Callable[[An
         result = prepare_inputs(self, *args, **kwargs)
         skipping = find(self.vllm_config)
         if skipping is not None:
-            skipping.rows.mark(step(self, args, kwargs, result))
+            scheduled = kwargs["scheduler_output"] if "scheduler_output" in kwargs else args[0]
+            skipping.admit(scheduled)
+            skipping.rows.mark(step(self, args, kwargs, result, skipping.owned))
         return result
 
     @wraps(dummy_run)

@@ -16,6 +16,7 @@ from ...policies import Policy, TokenPolicy, choose
 from ...runtime.settings import Skip, check_tables
 from ...tables import TABLES
 from ...tables.build import add_tables, automatic_plan
+from . import KEY
 
 logger = logging.getLogger("vllm.ace_moe")
 EXECUTORS = ("auto", "redirect")
@@ -37,6 +38,10 @@ class Settings:
     kernels: bool | int | str = "auto"
     executor: str = "auto"
     routing: str = "fused"
+    restore: bool | None = None  # None: unless vLLM is to be batch-invariant
+    track: bool = False
+    skip_max: float | None = None  # with target_tpot: how far the budget may rise under load
+    target_tpot: float | None = None  # milliseconds
     policy_settings: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
@@ -67,6 +72,11 @@ class Settings:
                 f'`kernels` is "auto", true, false or the largest number of tokens for our kernels, not {self.kernels!r}.'
             )
 
+        for name, given in (("restore", self.restore), ("track", self.track)):
+            if given is not None and not isinstance(given, bool):
+                raise OptionError(f"`{name}` is true or false, not {given!r:.60}.")
+        check_valve(self.skip, self.skip_max, self.target_tpot)
+
     @property
     def fuses(self) -> bool:
         return self.routing == "fused"
@@ -90,6 +100,32 @@ class Settings:
         if plan.lacks(policy.tables) and self.allow_other_weights:  # or adding to the plan would be refused
             plan = plan.check_model(MoEModel.open(model).fingerprint(), allow_other_weights=True)
         return add_tables(plan, policy.tables, model), policy
+
+
+def check_valve(skip: object, most: object, target: object) -> None:
+    """Both or none, and bounds that leave room."""
+    if most is None and target is None:
+        return
+    if most is None or target is None:
+        raise OptionError(
+            "--skip-max and --target-tpot go together: how far the budget may rise, and the milliseconds it is for."
+        )
+    if isinstance(skip, Mapping):
+        raise OptionError("--skip-max works with one budget for all phases.")
+    numbers = all(isinstance(x, (int, float)) and not isinstance(x, bool) for x in (most, target))
+    if not numbers or not float(skip) < float(most) < 1 or not 0 < float(target) < 1e6:  # type: ignore[arg-type]
+        raise OptionError(
+            f"--skip-max is a budget above --skip ({skip}) and below 1, --target-tpot a time in milliseconds; not {most!r}, {target!r}."
+        )
+
+
+def settings_of(vllm_config: Any) -> Settings | None:
+    """What an engine was asked for, before its layers are built or after; None for an engine without ACE."""
+    given = getattr(vllm_config, "additional_config", None)
+    if hasattr(given, "skipping"):
+        return given.skipping.settings  # type: ignore[union-attr]
+    found = given.get(KEY) if isinstance(given, Mapping) else None
+    return Settings.from_dict(found) if isinstance(found, Mapping) else None
 
 
 def check_policy(policy: Policy) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -13,12 +14,13 @@ from ...errors import IntegrationError, PlanError
 from ...plan import structure_difference
 from ...runtime import Layer, Part, Runtime
 from ...runtime.settings import Skip, check_threshold, thresholds
+from ...runtime.tracking import start
 from . import KEY
+from .requests import BUDGETS, Budget, asked
 from .rows import Rows, Share, listen
 from .settings import Settings, check_content, logger
 
 SKIPPED = -1  # the id of a skipped slot: what vLLM itself gives padding
-BUDGETS = 16  # rows for requests with budgets of their own
 CONFIGURED = "(configured)"  # what is left of the `ace` part once it was read
 
 
@@ -70,9 +72,11 @@ class Skipping:
         self.whole = vllm_config.parallel_config.pipeline_parallel_size == 1
         self.device = torch.device(vllm_config.device_config.device)
         self.rows = Rows(vllm_config.scheduler_config.max_num_batched_tokens, self.device)
-        self.runtime = Runtime(plan, policy, BUDGETS)
+        self.runtime = Runtime(plan, policy, BUDGETS, restore=restores(settings.restore))
         self.skip: Skip | None = None
         self.split = False
+        self.owned: dict[str, int] = {}  # requests with budgets of their own, and the number of their budget
+        self.budgets: list[Budget] = []  # of requests; number 0 is the server's
         self.later: list[Callable[[], None]] = []  # what waits for vLLM's kernels: executors are chosen then
         self.set_skip(settings.skip)
         logger.info("ACE: policy %s", json.dumps(policy.settings))
@@ -111,6 +115,11 @@ class Skipping:
 
     def divide(self, layer: Layer, rank: int) -> None:
         """The layer sees only this rank's part of every step."""
+        if self.settings.track:
+            raise IntegrationError(
+                "Thresholds cannot keep a budget by themselves (track) where ranks see parts of a step (sequence parallel): they "
+                "would drift apart. Serve without `track`, or without sequence parallelism."
+            )
         layer.tokens, self.split = Share(self.rows, rank), True
 
     def ready(self) -> None:
@@ -123,6 +132,10 @@ class Skipping:
             )
         for choose in self.later:
             choose()
+        if self.settings.track and self.runtime.layers:
+            self.runtime.track()
+            last = max(self.runtime.layers, key=int)
+            self.runtime.layers[last].after = self.runtime.after_step
 
     def begin(self) -> None:
         """Warm-ups are over: what they ran is no request's."""
@@ -148,9 +161,35 @@ class Skipping:
 
     def set_skip(self, skip: Skip) -> None:
         """Another budget, at once: τ is copied into the tensor the kernels read."""
-        self.runtime.set(thresholds(self.runtime.plan, self.policy, skip, self.settings.workload))
+        self._set(skip)
         self.skip = dict(skip) if isinstance(skip, Mapping) else skip
         logger.info("ACE: %s", self.describe())
+
+    def _set(self, skip: Skip, number: int = 0) -> None:
+        given = (self.runtime.plan, self.policy, skip, self.settings.workload)
+        tau, targets = start(*given) if self.settings.track else (thresholds(*given), None)
+        self.runtime.set(tau, number, targets)
+
+    def admit(self, scheduled: Any) -> None:
+        """Requests of a step with budgets of their own; all ranks see the same, in the same order."""
+        for new in scheduled.scheduled_new_reqs:  # a preempted one may come as new again
+            budget = asked(new.sampling_params)
+            if budget is not None:
+                self.owned[new.req_id] = self._number(budget)
+        for request in scheduled.finished_req_ids if self.owned else ():
+            self.owned.pop(request, None)
+
+    def _number(self, budget: Budget) -> int:
+        if budget not in self.budgets:
+            if len(self.budgets) + 1 == BUDGETS:  # front ends do not let it come to this
+                logger.error("ACE: no room for a budget of %s; the request runs under the server's own.", budget)
+                return 0
+            self._set(budget._asdict(), len(self.budgets) + 1)
+            self.budgets.append(budget)
+        return self.budgets.index(budget) + 1
+
+    def set_restore(self, on: bool) -> None:
+        self.runtime.restore(on)
 
     def set_threshold(self, threshold: Any) -> None:
         """τ itself, for all phases or as [prefill, decode]."""
@@ -161,7 +200,17 @@ class Skipping:
         self.runtime.reset()
 
     def part(self, **place: int) -> Part:
-        return self.runtime.part(skip=self.skip, split=self.split, **place)
+        return self.runtime.part(skip=self.skip, split=self.split, budgets=[str(b) for b in self.budgets], **place)
+
+
+def restores(wanted: bool | None) -> bool:
+    """Whether slots are restored: by default, unless results may not depend on who else is served."""
+    invariant = os.environ.get("VLLM_BATCH_INVARIANT", "0") not in ("", "0")
+    if wanted and invariant:
+        raise IntegrationError(
+            "restore makes what a token runs depend on its batch, and VLLM_BATCH_INVARIANT asks that nothing does. Leave one out."
+        )
+    return not invariant if wanted is None else wanted
 
 
 def refuse_unsupported(vllm_config: Any) -> None:
