@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from .checkpoint import MoEModel
-from .errors import IntegrationError, OptionError
+from .errors import BudgetError, IntegrationError, OptionError
 from .integrations.transformers import Attachment, attached_to, base_of
 from .integrations.transformers.experts import CHOICES, Choice
 from .loading import load_tokenizer, load_windows
@@ -20,7 +21,8 @@ from .plan import Plan
 from .planning import calibration_part, map_budgets, prepare
 from .policies import Policy, choose
 from .runtime import Runtime, merge
-from .runtime.settings import Skip, by_phase, check_tables, check_threshold, thresholds
+from .runtime.rows import BUDGETS, Budget
+from .runtime.settings import Skip, by_phase, check_budget, check_tables, check_threshold, thresholds
 from .runtime.tracking import Control, check_control, start
 from .tables import TABLES
 from .tables.build import add_tables, build_plan
@@ -72,7 +74,8 @@ class ACE:
         self._attachment: Attachment | None = None
         self._pending, self._votes = pending, {"restore": restore, "reads": reads}
         self.control = check_control(control, self.policy)
-        self.runtime = Runtime(plan, self.policy, **self._votes)
+        self.runtime = Runtime(plan, self.policy, BUDGETS, **self._votes)
+        self._budgets: list[Budget] = []  # of sequences
         self.skip: Skip | None = None
         self.set_skip(skip)
 
@@ -103,12 +106,37 @@ class ACE:
 
     def set_skip(self, skip: Skip) -> None:
         """Another budget, at once: τ is changed in place, nothing is rebuilt or recompiled."""
-        if self.control == "track":
-            tau, targets = start(self.plan, self.policy, skip, self.workload)
-            self.runtime.set(tau, targets=targets)
-        else:
-            self.runtime.set(thresholds(self.plan, self.policy, skip, self.workload))
+        self._set(skip)
         self.skip = dict(skip) if isinstance(skip, Mapping) else skip
+
+    def _set(self, skip: Skip, number: int = 0) -> None:
+        given = (self.plan, self.policy, skip, self.workload)
+        tau, targets = start(*given) if self.control == "track" else (thresholds(*given), None)
+        self.runtime.set(tau, number, targets)
+
+    @contextmanager
+    def rows(self, budgets: Sequence[Skip]) -> Iterator[None]:
+        """Inside, each sequence of a batch has the budget at its place; `report()["requests"]` tells them apart."""
+        if self._attachment is None:
+            raise IntegrationError("Budgets for single sequences need an attached model: `ace.attach(model)` first.")
+        numbers = torch.tensor([self._number(budget) for budget in budgets])
+        with self._attachment.told(budgets=numbers):
+            yield
+
+    def _number(self, skip: Skip) -> int:
+        """The number of a sequence's budget; a new one gets rows of its own."""
+        phases = by_phase(skip)
+        budget = Budget(
+            *(round(check_budget(phases[p], self.top_k, self.policy.min_active), 2) for p in ("prefill", "decode"))
+        )
+        if budget not in self._budgets:
+            if len(self._budgets) + 1 == BUDGETS:
+                raise BudgetError(
+                    f"There is room for {BUDGETS - 1} different budgets of sequences; reset() makes room."
+                )
+            self._set(budget._asdict(), len(self._budgets) + 1)
+            self._budgets.append(budget)
+        return self._budgets.index(budget) + 1
 
     def freeze(self) -> Tensor:
         """Thresholds that moved by themselves stay where they are from now on; returns them, [3]."""
@@ -144,7 +172,7 @@ class ACE:
         self.plan = self._complete(self.plan.check_model(moe.fingerprint(), self.allow_other_weights), inner)
         if self._pending is not None:
             self._map(inner, self._pending)
-        runtime = Runtime(self.plan, self.policy, **self._votes)
+        runtime = Runtime(self.plan, self.policy, BUDGETS, **self._votes)
         self._attachment = Attachment(inner, runtime, moe.sites, self.dispatch)
         runtime.take_over(self.runtime)
         self.runtime = runtime
@@ -184,10 +212,11 @@ class ACE:
 
     def report(self) -> dict[str, Any]:
         """Realised ratios and counts: in all, by phase, by layer; how layers run, and why not otherwise."""
-        return merge([self.runtime.part(skip=self.skip)])
+        return merge([self.runtime.part(skip=self.skip, budgets=[str(b) for b in self._budgets])])
 
     def reset(self) -> None:
-        """Set all counters to zero."""
+        """Set all counters to zero, and forget the budgets of sequences."""
+        self._budgets = []
         self.runtime.reset()
 
 

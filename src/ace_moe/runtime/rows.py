@@ -6,7 +6,7 @@ generated, or drafted and not yet accepted), never the width of the pass that co
 
 from __future__ import annotations
 
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from torch import Tensor
 Phase = Literal["prefill", "decode", "verify"]
 PHASES: tuple[Phase, ...] = ("prefill", "decode", "verify")
 PADDING = 0
-MOST = 127  # rows that an int8 can name
+BUDGETS = 16  # the engine's own, and those of requests or sequences
 
 
 def row_of(phase: Phase, budget: int = 0) -> int:
@@ -27,7 +27,18 @@ def rows_for(budgets: int) -> int:
 
 
 # slots of a prompt's tokens stay skipped: there nearly every expert is read, and restoring would undo the budget
-RESTORED = frozenset(row for row in range(1, MOST + 1) if PHASES[(row - 1) % len(PHASES)] != "prefill")
+RESTORED = frozenset(row for row in range(1, 128) if PHASES[(row - 1) % len(PHASES)] != "prefill")
+
+
+class Budget(NamedTuple):
+    """What one request or sequence asks for, in hundredths, so that many share a row."""
+
+    prefill: float
+    decode: float
+
+    def __str__(self) -> str:
+        same = self.prefill == self.decode
+        return f"{self.decode:.2f}" if same else f"{self.prefill:.2f}/{self.decode:.2f}"
 
 
 class Tokens(Protocol):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache, partial
 from typing import Any
 from weakref import ref
@@ -28,7 +28,7 @@ from ...runtime import Layer, Runtime, row_of
 from ...runtime.executors import SENTINELS
 from .experts import CHILD, IMPLEMENTATION, UNRULED, Choice, choose_executor, has_triton
 from .generation import Told, listen
-from .passes import Pass, Telling
+from .passes import Pass
 
 MINE, PASS = "_ace_attachment", "_ace_pass"  # on the model, and on each of its stacks
 Undo = Callable[[Any], object]
@@ -208,16 +208,20 @@ class Attachment:
         self._later(model, lambda m: m.__dict__.pop("_compiled_call", None))
 
     @contextmanager
-    def phase(self, phase: str) -> Iterator[None]:
-        """Inside, every token of a pass is of this phase, for callers that know."""
+    def told(self, **facts: Any) -> Iterator[None]:
+        """Inside, this is known of every pass; see `Telling`."""
         before = [p.telling for p in self.passes.values()]
         for one in self.passes.values():
-            one.tell(Telling(row=row_of(phase)))  # type: ignore[arg-type]
+            one.tell(one.telling._replace(**facts))
         try:
             yield
         finally:
             for one, telling in zip(self.passes.values(), before, strict=True):
                 one.tell(telling)
+
+    def phase(self, phase: str) -> AbstractContextManager[None]:
+        """Inside, every token of a pass is of this phase, for callers that know."""
+        return self.told(row=row_of(phase))  # type: ignore[arg-type]
 
     @contextmanager
     def unruled(self) -> Iterator[None]:

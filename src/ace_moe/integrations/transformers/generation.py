@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from .passes import NOTHING, PROMPTS, Pass, Telling
+from .passes import PROMPTS, Pass
 
 
 class Told:
@@ -34,13 +34,14 @@ class Told:
         prompt, start = (None, None) if inside else prompt_of(model, args, kwargs)
         if prompt is None:
             return type(model).generate(model, *args, **kwargs)
+        before = [one.telling for one in self.passes]
         try:
             for one in self.passes:
-                one.tell(Telling(torch.tensor(prompt, device=model.device), start))
+                one.tell(one.telling._replace(prompt=torch.tensor(prompt, device=model.device), start=start))
             return type(model).generate(model, *args, **kwargs)
         finally:
-            for one in self.passes:
-                one.tell(NOTHING)
+            for one, told in zip(self.passes, before, strict=True):
+                one.tell(told)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """A copied model generates for itself."""

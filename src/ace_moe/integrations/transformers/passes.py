@@ -16,18 +16,19 @@ from torch import Tensor, nn
 
 from ...errors import IntegrationError
 from ...runtime.layer import refuse_pickling
-from ...runtime.rows import PADDING, Same, row_of
+from ...runtime.rows import PADDING, PHASES, Same, row_of
 
 PREFILL, DECODE, VERIFY = (row_of(phase) for phase in ("prefill", "decode", "verify"))
 PROMPTS = "ace_prompt_lengths"  # where a paged cache carries the prompt lengths of its requests
 
 
 class Telling(NamedTuple):
-    """What a caller knows of the passes it makes: where its prompt ends, each row's first real token, or all of it."""
+    """What a caller knows of the passes it makes: where its prompt ends, each sequence's first real token, or all of it."""
 
     prompt: Tensor | None = None  # []
     start: Tensor | None = None  # [B]
     row: int | None = None  # of every token
+    budgets: Tensor | None = None  # [B], the number of each sequence's budget
 
 
 NOTHING = Telling()
@@ -135,6 +136,8 @@ class Pass:
             self._rows = packed(inputs["cu_seq_lens_q"], inputs.get("position_ids"), given, prompts)
         else:
             self._by_index(inputs, given, batch, telling)
+        if telling.budgets is not None:
+            self._own_budgets(telling.budgets, given)
 
     def _by_index(self, inputs: dict[str, Any], given: Tensor, batch: int, telling: Telling) -> None:
         cache = inputs.get("past_key_values") if self.cached else None
@@ -162,6 +165,16 @@ class Pass:
             self._rows = torch.full((tokens,), row, dtype=torch.int8, device=given.device)
         else:
             self._rows = self._same[row].rows(tokens, given.device)
+
+    def _own_budgets(self, budgets: Tensor, given: Tensor) -> None:
+        """Each sequence's tokens into the rows of its own budget; beams of a sequence share it."""
+        batch, rows = given.shape[0], self._rows
+        if rows is None or batch % len(budgets) or not self._length:
+            raise IntegrationError(
+                f"Budgets were given for {len(budgets)} sequences; this pass has {batch}, or packs them into one row."
+            )
+        shift = budgets.to(rows.device).repeat_interleave(batch // len(budgets) * self._length) * len(PHASES)
+        self._rows, self._row = torch.where(rows > PADDING, rows + shift, PADDING).to(torch.int8), None
 
     def _masked(self, mask: Tensor, rows: Tensor) -> None:
         real = mask[:, -self._length :] != 0

@@ -12,28 +12,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from functools import wraps
-from typing import Any, NamedTuple
+from typing import Any
 
 from ...errors import AceError, OptionError
+from ...runtime.rows import BUDGETS, Budget
 from ...runtime.settings import thresholds
 from ...runtime.tracking import start
 from .settings import Settings, settings_of
 
 NAME = "ace_skip"
 BY_PHASE = (f"{NAME}_prefill", f"{NAME}_decode")
-BUDGETS = 16  # the server's own and those of requests
 MARK = "_ace_hooked"
-
-
-class Budget(NamedTuple):
-    """In hundredths, so that requests share rows."""
-
-    prefill: float
-    decode: float
-
-    def __str__(self) -> str:
-        same = self.prefill == self.decode
-        return f"{self.decode:.2f}" if same else f"{self.prefill:.2f}/{self.decode:.2f}"
 
 
 def asked(params: Any) -> Budget | None:

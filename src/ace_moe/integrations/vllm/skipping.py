@@ -13,10 +13,11 @@ import torch
 from ...errors import IntegrationError, PlanError
 from ...plan import structure_difference
 from ...runtime import Layer, Part, Runtime
+from ...runtime.rows import BUDGETS, Budget
 from ...runtime.settings import Skip, check_threshold, thresholds
 from ...runtime.tracking import start
 from . import KEY
-from .requests import BUDGETS, Budget, asked
+from .requests import asked
 from .rows import Rows, Share, listen
 from .settings import Settings, check_content, logger
 

@@ -1,0 +1,109 @@
+"""What restored slots are worth: decode batches of different sequences, teacher-forced, with and without, at one threshold.
+
+    python benchmarks/restore_quality.py MODEL --policy top_p:squared=true --text a.txt b.jsonl -o restore.json
+
+Each text gives `--batch` sequences. The threshold is found by letting it keep the budget over the decode steps, then frozen;
+both runs use it. KL and agreement are against the same model with nothing skipped, over decoded tokens; experts read are
+counted in the layers. Intervals are over sequences.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ace_moe import ACE, build_plan
+from ace_moe.loading import load_model, load_tokenizer, load_windows
+from ace_moe.policies import make
+from ace_moe.policies.registry import parse
+
+
+@torch.no_grad()
+def decode(model: Any, ids: Tensor, prompt: int) -> Tensor:
+    """Log-probabilities [B, L − prompt, V] behind each decoded token; ids [B, L]."""
+    out = model(ids[:, :prompt], use_cache=True, logits_to_keep=1)
+    found = []
+    for i in range(prompt, ids.shape[1]):
+        out = model(ids[:, i : i + 1], past_key_values=out.past_key_values)
+        found.append(out.logits[:, -1].float().log_softmax(-1))
+    return torch.stack(found, 1)
+
+
+def compare(dense: Tensor, other: Tensor) -> dict[str, Any]:
+    """Means over tokens, and KL by sequence."""
+    kl = (dense.exp() * (dense - other)).sum(-1)
+    agree = (dense.argmax(-1) == other.argmax(-1)).float()
+    return {
+        "kl": float(kl.mean()),
+        "agreement": float(agree.mean()),
+        "by_sequence": [round(float(x), 5) for x in kl.mean(1)],
+    }
+
+
+def interval(plain: list[float], restored: list[float], draws: int = 2000) -> tuple[float, float]:
+    """95 % of the ratio of means, resampling sequences in pairs."""
+    a, b = torch.tensor(plain), torch.tensor(restored)
+    at = torch.randint(len(a), (draws, len(a)), generator=torch.Generator().manual_seed(0))
+    low, high = (b[at].mean(1) / a[at].mean(1)).quantile(torch.tensor([0.025, 0.975])).tolist()
+    return low, high
+
+
+def measure(model: Any, plan: Any, policy: Any, ids: Tensor, options: argparse.Namespace) -> dict[str, Any]:
+    budget = {"prefill": 0.0, "decode": options.skip}
+    with ACE(plan, budget, policy=policy, control="track")(model) as ace:
+        for _ in range(options.settle):
+            decode(model, ids, options.prompt)
+        tau = float(ace.freeze()[1])
+    found: dict[str, Any] = {"threshold": tau}
+    with ACE(plan, 0.0, policy=policy, reads=True)(model) as ace:
+        dense = decode(model, ids, options.prompt)
+        for name, on in (("plain", False), ("restored", True)):
+            ace.set_threshold([0.0, tau])
+            ace.set_restore(on)
+            ace.reset()
+            logits, report = decode(model, ids, options.prompt), ace.report()
+            facts = {k: report["decode"][k] for k in ("skipped", "realised")}
+            found[name] = compare(dense, logits) | facts | {"reads": report["reads"]["generated"]}
+    plain, restored = found["plain"], found["restored"]
+    found["kl_ratio"] = restored["kl"] / plain["kl"]
+    found["kl_ratio_95"] = interval(plain["by_sequence"], restored["by_sequence"])
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("--policy", default="share")
+    parser.add_argument("--text", nargs="+", type=Path, required=True)
+    parser.add_argument("--skip", type=float, default=0.6)
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--prompt", type=int, default=32)
+    parser.add_argument("--length", type=int, default=160)
+    parser.add_argument("--settle", type=int, default=1)
+    parser.add_argument("-o", "--out", type=Path)
+    options = parser.parse_args()
+    model, tokenizer, rows = load_model(options.model, device="cpu"), load_tokenizer(options.model), []
+    name, settings = parse(options.policy)
+    plan, policy = build_plan(options.model), make(name, **settings)
+    for text in options.text:
+        windows = load_windows(model, tokenizer, text, options.length, options.batch * options.length)
+        row = {"model": Path(options.model).name, "text": text.name, "policy": options.policy, "skip": options.skip,
+               "batch": options.batch, **measure(model, plan, policy, windows.ids, options)}  # fmt: skip
+        rows.append(row)
+        plain, restored = row["plain"], row["restored"]
+        print(f"{row['model']:10} {text.name:22} KL {plain['kl']:.4f} -> {restored['kl']:.4f} ({row['kl_ratio']:.2f}x, "
+              f"{row['kl_ratio_95'][0]:.2f}–{row['kl_ratio_95'][1]:.2f})  skipped {plain['skipped']:.1%} / {restored['skipped']:.1%}"
+              f"  not run {restored['realised']:.1%}  reads {plain['reads']['ratio']:.3f} / {restored['reads']['ratio']:.3f}",
+              flush=True)  # fmt: skip
+        if options.out:
+            command = f"python benchmarks/restore_quality.py {Path(options.model).name} --policy {options.policy}"
+            options.out.write_text(json.dumps({"command": command, "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
