@@ -91,6 +91,31 @@ def _decided_otherwise(made, ids, gates, rows, tau, tables):
     return int(wrong.sum() + ((new_ids >= 0) & ~real).sum()), float(off), int((counts[:, 1] != kept).sum())
 
 
+def check_restore(tokens, e=128, k=8):
+    """(slots run otherwise than by `rule.py`, largest relative error of a gate, counters and reads that differ)."""
+    g = torch.Generator().manual_seed(tokens)
+    logits = (2 * torch.randn(tokens, e, generator=g)).to(DEVICE)
+    gates, ids = logits.softmax(-1).topk(k)
+    gates = gates / gates.sum(-1, keepdim=True)
+    rows = torch.randint(0, 4, (tokens,), generator=g).to(DEVICE, torch.int8)
+    tau, free = torch.tensor([0.0, 0.1, 0.16, 0.13], device=DEVICE), torch.tensor([0, 0, 1, 1], device=DEVICE).char()
+    counts = torch.zeros(4, 3, dtype=torch.int64, device=DEVICE)
+    reads, factor = torch.zeros(2, 2, dtype=torch.int64, device=DEVICE), torch.ones(2, device=DEVICE)
+    common = (rows, tau, factor, [], counts, -1, str(decide.Rule(Form())))
+    new_ids, new = decide.launch_rule(ids, gates, *common, [free, reads], e)
+    real = (rows > 0).unsqueeze(-1)
+    kept = ~(rule.protect(rule.share(gates), gates, ids) < tau[rows.long()].unsqueeze(-1)) & real
+    read, asked = rule.union(ids, kept, e), rule.union(ids, real.expand_as(ids), e)
+    runs = rule.restore(kept, ids, read, free[rows.long()] > 0) & real
+    expected = rule.rescale(gates, runs, "power") * real
+    wanted = torch.stack([real.expand_as(ids).sum(-1), kept.sum(-1), (runs & ~kept).sum(-1)], -1)
+    differ = int((counts != torch.zeros_like(counts).index_add_(0, rows.long(), wanted)).sum())
+    differ += int((reads.sum(0) != torch.stack([read.sum(), asked.sum()])).sum())
+    route = decide.launch_route(logits, *common, k, False, True, torch.float32, torch.int64, [free, reads])[0]
+    wrong = int(((new_ids >= 0) != runs).sum() + (route.sort(-1).values != new_ids.sort(-1).values).any(-1).sum())
+    return wrong, float(((new - expected).abs() / expected.abs().clamp(min=1e-6)).max()), differ
+
+
 def check_fp8() -> float:
     """FP8 weights with a factor per 128 × 128 block, read as they are, against the same numbers in float64."""
     worst = 0.0
@@ -136,6 +161,9 @@ def check_attention() -> float:
 def main() -> None:
     wrong, off, counts = check_rule(20000 if DEVICE == "cuda" else 40)
     print(f"rule: {wrong} slots decided otherwise than in torch, gates within {off:.1e}, {counts} rows counted wrongly")
+    found = [check_restore(n) for n in ((1, 3, 4, 16, 17, 64, 256, 300, 5000) if DEVICE == "cuda" else (4, 20))]
+    wrong, off, differ = sum(f[0] for f in found), max(f[1] for f in found), sum(f[2] for f in found)
+    print(f"restore: {wrong} slots run otherwise than in torch, gates within {off:.1e}, {differ} counters differ")
     if DEVICE == "cpu":
         return
     print(

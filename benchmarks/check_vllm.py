@@ -4,7 +4,8 @@
     python benchmarks/check_vllm.py --eager    # on a CPU
 
 Requests of odd lengths make every decode step a padded one, a small token budget cuts prompts into chunks, the last of them
-one token long. Every check prints a line; a failed one ends with exit code 1.
+one token long. Then requests with budgets of their own, restored slots, and thresholds that keep a budget. Every check prints
+a line; a failed one ends with exit code 1.
 """
 
 from __future__ import annotations
@@ -16,17 +17,19 @@ from pathlib import Path
 from typing import Any
 
 from ace_moe.integrations.vllm import engine_args
+from ace_moe.integrations.vllm.control import set_restore, set_skip
 from serving import TINY, report, reset, set_threshold, start, write_model, write_plan
 
 LENGTHS, NEW, CHUNK = (5, 33, 65, 17, 129, 48, 21, 9, 70), 12, 64
 SLOTS = TINY["num_experts_per_tok"] * TINY["num_hidden_layers"]
 
 
-def generate(llm: Any, lengths: tuple[int, ...]) -> None:
+def generate(llm: Any, lengths: tuple[int, ...], extra: list[Any] | None = None, new: int = NEW) -> None:
     from vllm import SamplingParams, TokensPrompt
 
     prompts = [TokensPrompt(prompt_token_ids=[10 + (i * 7 + j) % 900 for j in range(n)]) for i, n in enumerate(lengths)]
-    params = SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True, detokenize=False)
+    common = {"temperature": 0, "max_tokens": new, "ignore_eos": True, "detokenize": False}
+    params = [SamplingParams(**common, extra_args=own) for own in extra or [None] * len(prompts)]
     llm.generate(prompts, params, use_tqdm=False)
 
 
@@ -63,6 +66,63 @@ def run(llm: Any) -> bool:
     return all(done)
 
 
+def run_requests(llm: Any) -> bool:
+    """Requests with three budgets in one padded batch: counted apart; one that means nothing is refused."""
+    set_threshold(llm, 0.0)
+    set_restore(llm, False)
+    reset(llm)
+    extra = [{"ace_skip": b} if b else None for b in (0.3, 0.6, None, 0.3, 0.6, None, 0.3, 0.6, None)]
+    generate(llm, LENGTHS, extra)
+    found = report(llm)
+    done = [
+        check(
+            "tokens by phase with budgets of requests",
+            phases(found),
+            {"prefill": sum(LENGTHS), "decode": 9 * (NEW - 1)},
+        )
+    ]
+    for name, kept in (("0.30", 8), ("0.60", 1)):  # thresholds under every share, and above every one
+        own = found["requests"][name]["decode"]
+        wanted = (3 * (NEW - 1) * SLOTS, 3 * (NEW - 1) * SLOTS * kept // 8)
+        done.append(check(f"decode slots routed and kept at {name}", (own["routed"], own["kept"]), wanted))
+    try:
+        generate(llm, LENGTHS[:1], [{"ace_skip": "junk"}])
+        done.append(check("a budget that means nothing is refused", "served", "refused"))
+    except Exception as error:
+        done.append(check("a budget that means nothing is refused", "fraction" in str(error), True))
+    return all(done)
+
+
+def run_restore(llm: Any) -> bool:
+    """Slots come back, no expert is read that the rule would not read in the first layer, prompts get none back."""
+    found = {}
+    for on in (False, True):
+        set_restore(llm, on)
+        set_threshold(llm, [0.0, 0.14])
+        reset(llm)
+        generate(llm, LENGTHS)
+        found[on] = report(llm)
+    done = [check("restored without being asked", found[False]["decode"]["restored"], 0)]
+    done.append(check("slots restored", found[True]["decode"]["restored"] > 0, True))
+    done.append(check("of prompts", found[True]["prefill"]["restored"], 0))
+    ran = {on: 1 - f["decode"]["realised"] for on, f in found.items()}
+    print(
+        f"ran {ran[False]:.1%} of decode slots, restored {ran[True]:.1%}; reads {found[False]['reads']} / {found[True]['reads']}"
+    )
+    return all(done)
+
+
+def run_tracking(llm: Any) -> bool:
+    """τ moves inside the captured graphs until the rule skips what was asked for."""
+    set_skip(llm, {"prefill": 0.0, "decode": 0.5})
+    for _ in range(2):
+        reset(llm)
+        generate(llm, LENGTHS, new=300)
+    found = report(llm)["decode"]["skipped"]
+    print(f"tracked: {found:.2%} of 50 %, {report(llm)['threshold']}")
+    return check("within a point of what was asked for", abs(found - 0.5) < 0.01, True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--eager", action="store_true")
@@ -71,9 +131,15 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=512)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        model, plan = write_model(Path(folder) / "model", TINY), write_plan(Path(folder) / "plan.safetensors", TINY)
-        llm = start(model, options, chunk=CHUNK, **engine_args(plan, 0.0, allow_other_weights=True))
-        sys.exit(0 if run(llm) else 1)
+        plan = write_plan(Path(folder) / "plan.safetensors", TINY, {0.3: 0.0, 0.5: 0.1, 0.6: 1.1})
+        model, common = write_model(Path(folder) / "model", TINY), {"allow_other_weights": True, "policy": "share"}
+        llm = start(model, options, chunk=CHUNK, **engine_args(plan, 0.0, **common))
+        done = [check("slots are restored by default", report(llm)["restore"], True)]
+        set_restore(llm, False)
+        done += [part(llm) for part in (run, run_requests, run_restore)]
+        del llm
+        done.append(run_tracking(start(model, options, **engine_args(plan, 0.5, **common, track=True))))
+        sys.exit(0 if all(done) else 1)
 
 
 if __name__ == "__main__":

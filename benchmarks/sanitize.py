@@ -17,6 +17,7 @@ from torch import Tensor
 from ace_moe.kernels import decide, experts
 from ace_moe.kernels.activation import GELU_TANH, SILU, SWIGLU_OAI, Activation
 from ace_moe.kernels.attend import attend, workspace
+from ace_moe.kernels.track import launch_track
 from ace_moe.rule import GAINS, Form
 from ace_moe.runtime.rows import PADDING, row_of, rows_for
 
@@ -105,11 +106,21 @@ def run_rule(sizes: tuple[int, ...]) -> None:
             tables[: len(rule.form.tables)],
             torch.tensor([0.5, torch.inf if tokens == 1 else 0.7], device=DEVICE),
         )
-        for rows in rows_of(tokens):
-            common = (rows, tau, factor, views, counts)
+        free = torch.ones(ROWS, dtype=torch.int8, device=DEVICE)
+        voting = [free, torch.zeros(2, 2, dtype=torch.int64, device=DEVICE)]
+        restores = rule.min_active == 2  # how slots come back does not depend on the form
+        for rows, votes in itertools.product(rows_of(tokens), ([], voting) if restores else ([],)):
+            common, kind = (rows, tau, factor, views, counts), (TOP_K, False, True, torch.bfloat16, torch.int32)
             for ids, gates in routed(logits, rows):
-                decide.launch_rule(ids, gates, *common, EXPERTS, str(rule))
-            decide.launch_route(logits, *common, -1, str(rule), TOP_K, False, True, torch.bfloat16, torch.int32)
+                decide.launch_rule(ids, gates, *common, EXPERTS, str(rule), votes, EXPERTS)
+            decide.launch_route(logits, *common, -1, str(rule), *kind, votes)
+
+
+def run_tracking() -> None:
+    counts = [torch.randint(0, 9, (ROWS, 3), device=DEVICE) for _ in range(5)]
+    tau, target = torch.rand(ROWS, device=DEVICE), torch.full((ROWS,), 0.5, device=DEVICE)
+    seen = torch.zeros(ROWS, 2, dtype=torch.int64, device=DEVICE)
+    launch_track(counts, tau, target, seen, 40, 0.2, 1e-5, 4.0)
 
 
 # ---- attention -------------------------------------------------------------------------------------------------------
@@ -125,11 +136,13 @@ def run_attention() -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "parts", nargs="*", default=["experts", "rule", "attention"], metavar="experts | rule | attention"
-    )
-    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 7, 300], help="sizes the rule is run at")
+        "parts", nargs="*", default=["experts", "rule", "tracking", "attention"],
+        metavar="experts | rule | tracking | attention",
+    )  # fmt: skip
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 7, 60, 1000], help="sizes the rule is run at")
     options = parser.parse_args()
-    steps = {"experts": run_experts, "rule": lambda: run_rule(tuple(options.tokens)), "attention": run_attention}
+    steps = {"experts": run_experts, "tracking": run_tracking, "attention": run_attention}
+    steps["rule"] = lambda: run_rule(tuple(options.tokens))
     for part in options.parts:
         steps[part]()
     if DEVICE == "cuda":

@@ -107,8 +107,11 @@ def write_model(folder: Path, sizes: dict[str, Any]) -> Path:
     return folder
 
 
-def write_plan(path: Path, sizes: dict[str, Any]) -> Path:
+def write_plan(path: Path, sizes: dict[str, Any], budgets: dict[float, float] | None = None) -> Path:
+    """`budgets`: thresholds of policy `share`, as if they had been mapped."""
     from ace_moe.plan import Fingerprint, Plan, Routers
+    from ace_moe.plan.entries import Threshold, Workload
+    from ace_moe.policies import make
 
     experts, hidden = sizes["num_experts"], sizes["hidden_size"]
     layer = {
@@ -117,7 +120,11 @@ def write_plan(path: Path, sizes: dict[str, Any]) -> Path:
     }  # fmt: skip
     keys = [str(n) for n in range(sizes["num_hidden_layers"])]
     tables = {key: {"gsp": torch.ones(experts), "rcr": torch.ones(experts)} for key in keys}
-    return Plan(tables, Fingerprint(dict.fromkeys(keys, layer), Routers("dummy")), "dummy").save(path)
+    found = {"realised": 0.0, "corrected": False, "passes": 1, "workload": Workload("none", "0" * 64, 1)}
+    share = make("share").settings
+    entries = [Threshold(**share, budget=b, threshold=tau, **found) for b, tau in (budgets or {}).items()]
+    plan = Plan(tables, Fingerprint(dict.fromkeys(keys, layer), Routers("dummy")), "dummy")
+    return plan.with_thresholds(entries).save(path)
 
 
 def start(model: Path, options: argparse.Namespace, chunk: int = 16384, **ace: Any) -> Any:
@@ -157,7 +164,7 @@ def generate(llm: Any, batch: int, prompt: int, tokens: int, seed: int, vocabula
 
 def ratios(llm: Any) -> dict[str, float]:
     found = report(llm)
-    return {phase: found[phase]["realised"] for phase in ("prefill", "decode")}
+    return {phase: found[phase]["skipped"] for phase in ("prefill", "decode")}
 
 
 def phase_of(tokens: int) -> str:
@@ -174,9 +181,13 @@ class Run:
         model, plan = write_model(folder / "model", sizes), write_plan(folder / "plan.safetensors", sizes)
         kernels = {"off": False, "on": True, "auto": "auto"}.get(options.kernels, options.kernels)
         kernels = int(kernels) if isinstance(kernels, str) and kernels.isdigit() else kernels
-        self.ace = start(
-            model, options, **engine_args(plan, 0.0, allow_other_weights=True, kernels=kernels, routing=options.routing)
-        )
+        given = {
+            "allow_other_weights": True,
+            "kernels": kernels,
+            "routing": options.routing,
+            "restore": options.restore,
+        }
+        self.ace = start(model, options, **engine_args(plan, 0.0, **given))
         self.stock = None if options.no_stock else start(model, options)
         self.rows: list[dict[str, Any]] = []
         self.facts: dict[str, Any] = {}
@@ -272,6 +283,7 @@ def main() -> None:
     parser.add_argument(
         "--routing", default="fused", help="vllm: its own top-k, then the rule; fused: one kernel for both"
     )
+    parser.add_argument("--restore", action="store_true", help="run slots whose expert is read anyway")
     parser.add_argument("--no-stock", action="store_true", help="leave out the engine without the plugin")
     parser.add_argument("--eager", action="store_true", help="no compilation, no CUDA graphs")
     parser.add_argument("--memory", type=float, default=0.46, help="share of the memory for each engine")
