@@ -128,11 +128,9 @@ class Router:
 
     def _spread_for(self, shares: Tensor) -> float:
         """The spread whose largest deviation from the shares is the smallest."""
-        logits, best = torch.cat(list(self.draws(1))), self.spread
-        for step in (0.1, 0.01):
-            tried = [best + step * n for n in range(-10, 40 if step == 0.1 else 11) if best + step * n > 0]
-            best = min(tried, key=lambda s: float((mean_shares(s * logits, self.k) - shares).abs().max()))
-        return best
+        top = torch.cat([logits.topk(self.k).values for logits in self.draws(1)])
+        tried = [n / 50 for n in range(10, 200)]
+        return min(tried, key=lambda s: float((mean_shares(s * top, self.k) - shares).abs().max()))
 
 
 @cache
