@@ -25,9 +25,11 @@ UNIFORM, FLAT, SKEWED = "uniform", "flat", "skewed"
 KINDS = (UNIFORM, FLAT, SKEWED)
 # Qwen3-30B-A3B, from the published medians of its softmax ranks 1 to 8 (.077 .058 .048 .040 .034 .030 .027 .024)
 SHARES = (0.228, 0.172, 0.142, 0.118, 0.101, 0.089, 0.080, 0.071)
-# Experts 16 tokens read of 128 in its top-8. An assumption: a published mean is over steps of at most 16 requests, so how
-# much of it is skew and how much are smaller batches cannot be told. Uniform routing reads 82.
-UNION, BATCH = 49, 16
+UNION, BATCH = 49, 16  # experts that 16 tokens read of 128 in its top-8; uniform routing reads 82
+ASSUMED = (
+    "49 of 128 experts at 16 tokens is an assumption: the published mean is over steps of at most 16 requests, and how much "
+    "of it is skew and how much are smaller batches cannot be told."
+)
 COMMON = 0.9  # c
 TOKENS, DRAWS = 1 << 14, 8  # simulated for a fit: the mean of 1,024 batches is known to half a percent
 CONSTANT = 8.0  # what every embedding has in its first component, in units of its spread: biases need a direction
@@ -49,6 +51,13 @@ def target_shares(k: int) -> Tensor:
 def mean_shares(logits: Tensor, k: int) -> Tensor:
     """logits [T, E] → the mean shares of a softmax router's k gates, largest first, [k]."""
     return logits.topk(k, dim=-1).values.softmax(-1).mean(0)
+
+
+def best_spread(top: Tensor) -> float:
+    """The factor on the k largest logits [T, k] whose shares come closest to the published ones."""
+    wanted = target_shares(top.shape[1]).to(top.device)
+    tried = [n / 50 for n in range(10, 200)]
+    return min(tried, key=lambda s: float(((s * top).softmax(-1).mean(0) - wanted).abs().max()))
 
 
 def mean_union(logits: Tensor, k: int, batch: int) -> float:
@@ -76,7 +85,8 @@ class Router:
             flat = cls(kind, experts, k, skew=flat._skew_for(union or default_union(experts, k)))
         elif union is not None:
             raise OptionError(f"--union is for --routing {SKEWED}; {kind} routing reads what chance gives.")
-        return cls(kind, experts, k, flat._spread_for(target_shares(k)), flat.skew)
+        top = torch.cat([logits.topk(k).values for logits in flat.draws(1)])
+        return cls(kind, experts, k, best_spread(top), flat.skew)
 
     @property
     def groups(self) -> int:
@@ -126,12 +136,6 @@ class Router:
 
         return bisect(saved, 1 - union / chance, 0.002, 16).threshold
 
-    def _spread_for(self, shares: Tensor) -> float:
-        """The spread whose largest deviation from the shares is the smallest."""
-        top = torch.cat([logits.topk(self.k).values for logits in self.draws(1)])
-        tried = [n / 50 for n in range(10, 200)]
-        return min(tried, key=lambda s: float((mean_shares(s * top, self.k) - shares).abs().max()))
-
 
 @cache
 def _simulated_union(router: Router, batch: int) -> float:
@@ -171,7 +175,7 @@ def _fitted(owners: list[nn.Module], router: Router) -> Iterator[None]:
     def hook(seed: int) -> Callable[..., None]:
         def fit(module: nn.Module, args: tuple[Tensor, ...]) -> None:
             x = args[0].reshape(-1, args[0].shape[-1]).float()
-            module.weight[: router.experts] = weights(router, x, seed)  # type: ignore[index, operator]
+            module.weight[: router.experts] = weights(router, x, seed)  # type: ignore[operator]
 
         return fit
 
@@ -194,7 +198,9 @@ def weights(router: Router, x: Tensor, seed: int) -> Tensor:
     wanted = rows.std()
     rows -= (rows @ mean).outer(along)
     rows *= wanted / (x @ rows.T).std(0).mean()
-    return rows + router.biases(seed).to(x.device) * along
+    rows += router.biases(seed).to(x.device) * along
+    top = (x @ rows.T).topk(router.k).values
+    return rows * best_spread(top)  # whom a token is sent to does not depend on a common factor
 
 
 def _linear(router: nn.Module, experts: int) -> nn.Module:

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
 import torch
+import transformers
 from transformers import PreTrainedModel
 
 from ..ace import ACE
@@ -96,7 +97,7 @@ class Bench:
         self.taus: dict[float, float] = {}
         self.tokens = random_tokens(model) if text is None else text_tokens(text, model.device)
         self.fidelity = {} if text is None else fidelity(model, self.ace.plan, self.ace.policy, text, ratios)
-        self.graphs = True  # until the model turns out not to fit one
+        self.graphs, self.why = True, ""  # until the model turns out not to fit one
 
     def prefill(self, tokens: int, batch: int, stock: Sequence[str]) -> Iterator[Row]:
         """Rows of TTFT. Stock's `eager` loops on the host and runs uncompiled."""
@@ -189,9 +190,10 @@ class Bench:
         self, what: str, size: tuple[int, int], case: Case, timing: Timing, realised: float, routed: Routed
     ) -> Row:
         """With the routing behind it; for decode also the rate at which needed weights were read."""
-        seen = (routed.spread, routed.shares, routed.experts, routed.executed, routed.valid)
-        times = (timing.wall, timing.gpu, timing.spread, case.timed.loop)
-        row = Row(what, case.path, *size, case.ratio, realised, *times, *seen)
+        row = Row(
+            what, case.path, *size, case.ratio, realised, timing.wall, timing.gpu, timing.spread, case.timed.loop,
+            routed.spread, routed.shares, routed.experts, routed.executed, routed.valid,
+        )  # fmt: skip
         if what == "tpot" and timing.gpu is not None:
             row = replace(row, tb_s=self._bytes(routed.executed) / timing.gpu / 1e9)
         judged = self.fidelity.get(case.ratio)
@@ -202,8 +204,9 @@ class Bench:
         layers = list(self.ace.runtime.layers.values())
         experts = {id(p) for layer in layers if (owner := layer.owner()) is not None for p in owner.parameters()}
         sizes = [(p.numel() * p.element_size(), id(p) in experts) for p in self.model.parameters()]
-        embeddings = self.model.get_input_embeddings().weight
-        dense = sum(size for size, expert in sizes if not expert) - embeddings.numel() * embeddings.element_size()
+        embeddings, head = self.model.get_input_embeddings().weight, self.model.get_output_embeddings()
+        unread = 0 if head is not None and head.weight is embeddings else embeddings.numel() * embeddings.element_size()
+        dense = sum(size for size, expert in sizes if not expert) - unread
         return dense + sum(size for size, expert in sizes if expert) * executed / layers[0].mark
 
 
@@ -228,7 +231,12 @@ def read_rate(device: torch.device) -> float | None:
     return big.numel() * 4 / min(times) / 1e9
 
 
-def result(command: str, rows: Sequence[Row], ceiling: float | None = None) -> dict[str, Any]:
+def result(command: str, rows: Sequence[Row], ceiling: float | None = None, **facts: Any) -> dict[str, Any]:
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-    facts = {"command": command, "device": device, "torch": torch.__version__, "read_tb_s": ceiling}
-    return {**facts, "rows": [asdict(r) for r in rows]}
+    machine = {
+        "command": command,
+        "device": device,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+    return {**machine, "read_tb_s": ceiling, **facts, "rows": [asdict(r) for r in rows]}

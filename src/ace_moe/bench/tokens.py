@@ -18,7 +18,9 @@ def random_tokens(model: PreTrainedModel, seed: int = 1) -> Tokens:
 
     def draw(batch: int, length: int) -> Tensor:
         generator = torch.Generator(model.device).manual_seed(seed)
-        return torch.randint(min(5, vocabulary - 1), vocabulary, (batch, length), device=model.device, generator=generator)
+        return torch.randint(
+            min(5, vocabulary - 1), vocabulary, (batch, length), device=model.device, generator=generator
+        )
 
     return draw
 

@@ -30,7 +30,9 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     count = model.config.get_text_config(decoder=True).num_hidden_layers
     lists = [m for m in decoder.children() if isinstance(m, nn.ModuleList) and len(m) == count]
     if len(lists) != 1:
-        raise IntegrationError(f"{type(model).__name__} has no plain list of layers; decode it with `generate` instead.")
+        raise IntegrationError(
+            f"{type(model).__name__} has no plain list of layers; decode it with `generate` instead."
+        )
     return lists[0]
 
 

@@ -134,7 +134,11 @@ class StepCache:
         """Before a step: where its token goes, and what it sees. Masks are true, or of another type 0, where a token is seen."""
         for room in {self.length, *self.places}:
             seen = torch.arange(room, device=self.written.device) <= self.written
-            mask = seen if dtype == torch.bool else torch.zeros(room, device=seen.device, dtype=dtype).masked_fill(~seen, -torch.inf)
+            mask = (
+                seen
+                if dtype == torch.bool
+                else torch.zeros(room, device=seen.device, dtype=dtype).masked_fill(~seen, -torch.inf)
+            )
             self.masks[room] = mask.expand(batch, 1, 1, -1)
         for room, place in self.places.items():
             place.copy_(self.written % room)
@@ -155,8 +159,8 @@ class StepCache:
 
 def check(model: PreTrainedModel) -> None:
     """Refuse what is known not to work before a prompt is run."""
-    config = model.config.get_text_config(decoder=True)
+    config: Any = model.config.get_text_config(decoder=True)
     chunked = "chunked_attention" in (getattr(config, "layer_types", None) or ())
-    if chunked or getattr(config, "num_kv_shared_layers", 0):
+    if chunked or getattr(config, "num_kv_shared_layers", False):
         what = "attend in chunks" if chunked else "share their keys with other layers"
         raise IntegrationError(f"Layers of {type(model).__name__} {what}; decode it with `generate` instead.")
