@@ -1,24 +1,27 @@
 """TTFT and TPOT of one model as it stands: prompts and decode steps, compiled layer by layer, each in one CUDA graph.
 
 Stock and ours go through the same code, so what differs is the experts. On a CPU both run uncompiled: the numbers are for
-comparing there.
+comparing there. What no graph can hold is run as it is, and its steps by `generate`; `loop` says which it was.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, PreTrainedModel, StaticCache
+from transformers import AttentionInterface, DynamicCache, PreTrainedModel, StaticCache
+from transformers.generation.streamers import BaseStreamer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from ..decoding import Decoder
-from ..decoding.layerwise import compiled_layers
+from ..decoding.layerwise import compiled_layers, recording
 
 STEPS = 16  # tokens of one timed decode
 # SDPA under a name that transformers knows no mask for: while a CUDA graph is recorded it would make one, which a whole
@@ -65,33 +68,29 @@ def _once(step: Callable[[], Any], device: torch.device) -> tuple[float, float |
     return (time.perf_counter() - start) * 1e3, before.elapsed_time(after)
 
 
-def random_ids(model: PreTrainedModel, batch: int, tokens: int, seed: int = 0) -> Tensor:
-    vocabulary = model.get_input_embeddings().num_embeddings
-    generator = torch.Generator(model.device).manual_seed(seed)
-    return torch.randint(5, vocabulary, (batch, tokens), device=model.device, generator=generator)
-
-
 class Prompt:
     """A whole prompt and the logits of its last token, ready to be timed; budgets may change between timings."""
 
-    def __init__(self, model: PreTrainedModel, batch: int, tokens: int, compiled: bool = True):
-        self.model, self.ids = model, random_ids(model, batch, tokens)
+    loop = "graph"
+
+    def __init__(self, model: PreTrainedModel, ids: Tensor, compiled: bool = True):
+        self.model, self.ids = model, ids
         self.run: Callable[[], Any] = self._forward
-        if model.device.type == "cuda":
-            self.run = self._capture(compiled)
+        if not compiled or model.device.type != "cuda":
+            self.loop = "plain"
+        else:
+            self.run = self._capture()
 
     @torch.no_grad()
     def _forward(self) -> Tensor:
         return self.model(input_ids=self.ids, use_cache=False, logits_to_keep=1).logits
 
-    def _capture(self, compiled: bool) -> Callable[[], Any]:
-        """One graph; uncompiled for experts that sync with the host are run as they are."""
-        if not compiled:
-            return self._forward
+    def _capture(self) -> Callable[[], Any]:
         before = self.model.config._attn_implementation
-        self.model.set_attn_implementation(WHOLE)
+        if before == "sdpa" and narrowest_window(self.model) >= self.ids.shape[1]:
+            self.model.set_attn_implementation(WHOLE)
         try:
-            with compiled_layers(self.model):
+            with compiled_layers(self.model), recording(self.model):
                 for _ in range(2):
                     self._forward()
                 torch.cuda.synchronize()
@@ -108,14 +107,22 @@ class Prompt:
         return median(self.run, repeats, self.model.device)
 
 
-class Steps:
-    """Decode steps after a prompt, ready to be timed; every timing starts from the same cache."""
+def narrowest_window(model: PreTrainedModel) -> float:
+    """Tokens that the layer which sees the fewest can see."""
+    layers = DynamicCache(config=model.config).layers
+    return min((layer.sliding_window for layer in layers if hasattr(layer, "sliding_window")), default=math.inf)
 
-    def __init__(self, model: PreTrainedModel, batch: int, prompt: int, **options: Any):
-        self.model, self.prompt = model, prompt
-        self.tokens = random_ids(model, batch, prompt + STEPS, seed=1)
-        self.decoder = Decoder(model, batch, prompt + STEPS, **options)
-        self.decoder.prefill(self.tokens[:, :prompt])
+
+class Steps:
+    """Decode steps after a prompt, ready to be timed; every timing starts from the same cache. tokens [B, prompt + STEPS]."""
+
+    loop = "graph"
+
+    def __init__(self, model: PreTrainedModel, tokens: Tensor, **options: Any):
+        self.model, self.tokens, self.prompt = model, tokens, tokens.shape[1] - STEPS
+        self.decoder = Decoder(model, *tokens.shape, **options)
+        self.loop = "graph" if self.decoder.captured else "plain"
+        self.decoder.prefill(tokens[:, : self.prompt])
         self.run()
 
     def rewind(self) -> None:
@@ -137,24 +144,25 @@ class Steps:
 class Generated(Steps):
     """The same steps as transformers' `generate(cache_implementation="static")` runs them: the model compiled whole."""
 
-    def __init__(self, model: PreTrainedModel, batch: int, prompt: int):
-        self.model, self.prompt = model, prompt
-        self.tokens = random_ids(model, batch, prompt + STEPS, seed=1)
-        self.cache = StaticCache(config=model.config, max_cache_len=prompt + STEPS)
-        self.token = self.tokens[:, :1].clone()
-        self.position = torch.zeros(batch, 1, dtype=torch.long, device=model.device)
+    loop = "generate, static"
+
+    def __init__(self, model: PreTrainedModel, tokens: Tensor):
+        self.model, self.tokens, self.prompt = model, tokens, tokens.shape[1] - STEPS
+        self.cache = StaticCache(config=model.config, max_cache_len=tokens.shape[1])
+        self.token = tokens[:, :1].clone()
+        self.position = torch.zeros(len(tokens), 1, dtype=torch.long, device=model.device)
         options = {"guard_filter_fn": torch.compiler.skip_guard_on_all_nn_modules_unsafe}
         graphs = {"triton.cudagraphs": True} if model.device.type == "cuda" else {}
         self.step = torch.compile(model, fullgraph=True, options={**options, **graphs})
-        with torch.no_grad():
-            model(input_ids=self.tokens[:, :prompt], past_key_values=self.cache, logits_to_keep=1)
         for _ in range(2):
             self.rewind()
             self.run()
 
+    @torch.no_grad()
     def rewind(self) -> None:
-        for layer in self.cache.layers:
-            layer.cumulative_length.fill_(self.prompt)
+        """By the prompt again: windows and states cannot be wound back."""
+        self.cache.reset()
+        self.model(input_ids=self.tokens[:, : self.prompt], past_key_values=self.cache, logits_to_keep=1)
 
     @torch.no_grad()
     def run(self) -> None:
@@ -162,3 +170,43 @@ class Generated(Steps):
             self.token.copy_(self.tokens[:, i : i + 1])
             self.position.fill_(i)
             self.step(input_ids=self.token, past_key_values=self.cache, position_ids=self.position)
+
+
+class Ticks(BaseStreamer):
+    """When `generate` gave each token; the first call is the prompt's."""
+
+    def __init__(self, device: torch.device):
+        self.device, self.times = device, list[float]()
+
+    def put(self, value: Tensor) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        self.times.append(time.perf_counter())
+
+    def end(self) -> None:
+        """There is nothing to flush."""
+
+
+class Loop:
+    """Greedy steps of `generate` as it stands, for models that no graph can hold: the time between its tokens."""
+
+    loop = "generate"
+
+    def __init__(self, model: PreTrainedModel, tokens: Tensor):
+        self.model, self.ids = model, tokens[:, :-STEPS]
+
+    @torch.no_grad()
+    def _once(self) -> list[float]:
+        """Milliseconds of each step."""
+        ticks = Ticks(self.model.device)
+        self.model.generate(
+            self.ids, attention_mask=torch.ones_like(self.ids), max_new_tokens=STEPS + 1, do_sample=False, eos_token_id=None,
+            pad_token_id=0, streamer=ticks,
+        )  # fmt: skip
+        return [1e3 * (b - a) for a, b in pairwise(ticks.times[1:])]
+
+    def time(self, repeats: int = 5) -> Timing:
+        """TPOT."""
+        steps = [step for _ in range(repeats) for step in self._once()]
+        quarters = statistics.quantiles(steps, n=4)
+        return Timing(statistics.median(steps), None, quarters[2] - quarters[0])

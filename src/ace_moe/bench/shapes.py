@@ -26,7 +26,9 @@ QWEN36_35B = {
 GEMMA4_26B = {
     "hidden_size": 2816, "intermediate_size": 2112, "moe_intermediate_size": 704, "num_hidden_layers": 30,
     "num_experts": 128, "top_k_experts": 8, "enable_moe_block": True, "hidden_size_per_layer_input": 0,
-    "num_kv_shared_layers": 0, "vocab_size": 262144,
+    "num_kv_shared_layers": 0, "vocab_size": 262144, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 256,
+    "global_head_dim": 512, "num_global_key_value_heads": 2, "attention_k_eq_v": True, "sliding_window": 1024,
+    "final_logit_softcapping": 30.0,
 }  # fmt: skip
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-30b-a3b": ("Qwen3MoeConfig", QWEN3_30B),
@@ -35,8 +37,8 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def build(shape: str, device: str, layers: int | None = None, **changes: Any) -> PreTrainedModel:
-    """A random model of a named shape; `layers` makes it shallower."""
+def hollow(shape: str, layers: int | None = None, **changes: Any) -> PreTrainedModel:
+    """A model of a named shape without memory; `layers` makes it shallower."""
     import transformers
 
     if shape not in SHAPES:
@@ -45,10 +47,18 @@ def build(shape: str, device: str, layers: int | None = None, **changes: Any) ->
     changes |= {"num_hidden_layers": layers} if layers else {}
     config = getattr(transformers, name)(**{**sizes, **changes})
     with torch.device("meta"):
-        model = model_class(config)(config).to(torch.bfloat16).eval()
+        return model_class(config)(config).to(torch.bfloat16).eval()
+
+
+def fill(model: PreTrainedModel, device: str) -> PreTrainedModel:
+    """With random weights."""
     model.to_empty(device=device)
     model.init_weights()
     return _roughen(model)
+
+
+def build(shape: str, device: str, layers: int | None = None, **changes: Any) -> PreTrainedModel:
+    return fill(hollow(shape, layers, **changes), device)
 
 
 @torch.no_grad()

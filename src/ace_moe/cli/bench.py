@@ -6,7 +6,7 @@ import json
 import shlex
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -18,9 +18,13 @@ from .common import AsJson, Device, app, note, out, parse_budgets, print_json
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from ..bench.run import Row
+    from ..bench.routers import Router
+    from ..bench.run import Bench, Row
+    from ..text import Windows
 
 QUICK, PAPER, FULL = "quick", "paper", "full"
+ROUTING = "With --shape: uniform; flat: gates as flat as Qwen3-30B-A3B's; skewed: and some experts popular."
+UNION = "With --routing skewed: experts that 16 tokens read. Default 49 of 128, an assumption; chance gives 82."
 
 
 @app.command(epilog="Example: ace bench --shape qwen3-30b-a3b --skip 0,0.6 --rows full -o latency.json")
@@ -34,6 +38,11 @@ def bench(
     decode: Annotated[str | None, typer.Option(help="Decode batches instead of --rows: 1,16 or 256x1 (cached x batch).")] = None,
     stock: Annotated[str, typer.Option(help="Stock experts: grouped_mm, batched_mm, eager, generate:grouped_mm.")] = "grouped_mm",
     layers: Annotated[int | None, typer.Option(help="With --shape: fewer layers.")] = None,
+    routing: Annotated[str, typer.Option(help=ROUTING)] = "uniform",
+    union: Annotated[float | None, typer.Option(help=UNION)] = None,
+    text: Annotated[Path | None, typer.Option(help="With MODEL: time on this text, and show each ratio's KL on it.")] = None,
+    tokens: Annotated[int, typer.Option(help="With --text: tokens of it to use.")] = 16384,
+    window: Annotated[int, typer.Option(help="With --text: tokens in a window.")] = 1024,
     output: Annotated[Path | None, typer.Option("--out", "-o", help="The results, written after each row.")] = None,
     chart: Annotated[Path | None, typer.Option(help="Also draw the rows into this picture.")] = None,
     device: Device = None,
@@ -49,8 +58,11 @@ def bench(
         if path is not None:
             show.check_writable(path)
     prompts, batches = _grid(rows, prefill, decode)
-    ratios = parse_budgets(skip)
-    loaded = _model(model, shape, layers, device)
+    ratios, paths = parse_budgets(skip), stock.split(",")
+    _check(model, shape, routing, union, text)
+    loaded = _model(model, shape, layers, device, [*prompts, *batches], len(paths) + 2)
+    router = _routed(loaded, routing, union) if shape is not None else None
+    windows = None if text is None else _windows(str(model), loaded, text, window, tokens)
     ceiling = read_rate(loaded.device)
     found: list[Row] = []
     command = shlex.join(["ace", *sys.argv[1:]])
@@ -58,26 +70,78 @@ def bench(
     def say(row: Row) -> None:
         found.append(row)
         if output is not None:
-            replace_whole(output, (json.dumps(result(command, found, ceiling), indent=1) + "\n").encode())
+            replace_whole(output, (json.dumps(stored(), indent=1) + "\n").encode())
         if not as_json:
             out.print(_line(row), highlight=False)
 
-    timer = Bench(loaded, ratios, say, Plan.load(plan) if plan else None)
-    paths = stock.split(",")
+    expected = None if router is None else router.union
+    timer = Bench(loaded, ratios, say, Plan.load(plan) if plan else None, windows, expected)
+    facts = {"routing": _routing_facts(routing, router) if shape else None, "fidelity": _fidelity_facts(timer, text)}
+
+    def stored() -> dict[str, Any]:
+        return result(command, found, ceiling, **{name: fact for name, fact in facts.items() if fact})
+
     for size in prompts:
         list(timer.prefill(*size, paths))
     for length, batch in batches:
         list(timer.decode(batch, paths, length))
+    if timer.why:
+        note(f"Run without graphs, decode steps by `generate`: {timer.why}")
     if shape is not None and any(row.valid is False for row in found):
         note(
-            "Routing is more than 5 % away from uniform in some rows: there fewer experts are read than a trained model would."
+            f"More than 5 % from the experts that {routing} routing reads in some rows: their times are of another routing."
         )
     if as_json:
-        print_json(result(command, found, ceiling))
+        print_json(stored())
     else:
         out.print(latency_table(found))
     if chart is not None:
         draw(found, chart)
+
+
+def _check(model: str | None, shape: str | None, routing: str, union: float | None, text: Path | None) -> None:
+    """Options that contradict each other, before anything is loaded."""
+    from ..bench.routers import KINDS, SKEWED, UNIFORM
+    from ..text import read_text
+
+    if (model is None) == (shape is None):
+        raise OptionError("Name a checkpoint or a shape (--shape qwen3-30b-a3b), not both.")
+    if routing not in KINDS:
+        raise OptionError(f"--routing is one of {', '.join(KINDS)}; {routing!r} is not.")
+    if shape is None and (routing != UNIFORM or union is not None):
+        raise OptionError("A checkpoint routes by its own weights; --routing and --union are for --shape.")
+    if union is not None and routing != SKEWED:
+        raise OptionError(f"--union is for --routing {SKEWED}; {routing} routing reads what chance gives.")
+    if text is not None:
+        if shape is not None:
+            raise OptionError("Random weights predict nothing: --text is for a checkpoint, not for --shape.")
+        read_text(text)  # one that cannot serve is reported before gigabytes are loaded
+
+
+def _routed(loaded: PreTrainedModel, routing: str, union: float | None) -> Router | None:
+    from ..bench.routers import shape_routers
+
+    return shape_routers(loaded, routing, union)
+
+
+def _routing_facts(routing: str, router: Router | None) -> dict[str, Any]:
+    """How a random model was made to route, for the file."""
+    from ..bench.routers import ASSUMED, BATCH, SKEWED
+
+    if router is None:
+        return {"kind": routing}
+    facts = {"kind": routing, "spread": router.spread, "skew": router.skew, f"union_{BATCH}": router.union(BATCH)}
+    return {**facts, "note": ASSUMED} if routing == SKEWED else facts
+
+
+def _fidelity_facts(timer: Bench, text: Path | None) -> dict[str, Any] | None:
+    return None if text is None else {"text": text.name, "ratios": {str(r): f for r, f in timer.fidelity.items()}}
+
+
+def _windows(model: str, loaded: PreTrainedModel, text: Path, window: int, tokens: int) -> Windows:
+    from ..loading import load_tokenizer, load_windows
+
+    return load_windows(loaded, load_tokenizer(model), text, window, tokens)
 
 
 def _grid(rows: str, prefill: str | None, decode: str | None) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
@@ -109,20 +173,35 @@ def _sizes(text: str, length: int | None) -> list[tuple[int, int]]:
         raise OptionError(f"Sizes are tokens x batch such as 1024x4,512x1; {text!r} is not.") from None
 
 
-def _model(model: str | None, shape: str | None, layers: int | None, device: str | None) -> PreTrainedModel:
+def _model(
+    model: str | None,
+    shape: str | None,
+    layers: int | None,
+    device: str | None,
+    sizes: list[tuple[int, int]],
+    paths: int,
+) -> PreTrainedModel:
+    """Loaded or made, if there is room for it and for what is timed."""
     import torch
 
-    from ..bench.shapes import build
-    from ..loading import load_model
+    from ..bench.memory import check_fits, checkpoint_bytes
+    from ..bench.shapes import fill, hollow
+    from ..checkpoint import resolve
+    from ..checkpoint.model import load_config
+    from ..loading import check_device, load_model
 
-    if (model is None) == (shape is None):
-        raise OptionError("Name a checkpoint or a shape (--shape qwen3-30b-a3b), not both.")
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    check_device(device)
     if shape is not None:
-        return build(shape, device or ("cuda" if torch.cuda.is_available() else "cpu"), layers)
+        made = hollow(shape, layers)
+        check_fits(sum(2 * p.numel() for p in made.parameters()), made.config, sizes, paths, device)
+        return fill(made, device)
+    check_fits(checkpoint_bytes(str(model)), load_config(resolve(str(model))), sizes, paths, device)
     return load_model(str(model), device=device)
 
 
 def _line(row: Row) -> str:
     gpu = "" if row.gpu_ms is None else f"gpu {row.gpu_ms:8.3f} ms, "
-    size = f"{row.tokens}x{row.batch}"
-    return f"{row.what} {size:>8} {row.path:>11} {row.realised:6.1%}: {gpu}wall {row.wall_ms:8.3f} ms"
+    size, read = f"{row.tokens}x{row.batch}", f"experts {row.executed:.1f} of {row.experts:.1f}"
+    kl = "" if row.kl is None else f", KL {row.kl:.4f}"
+    return f"{row.what} {size:>8} {row.path:>11} {row.realised:6.1%}: {gpu}wall {row.wall_ms:8.3f} ms, {read}{kl}"

@@ -40,17 +40,22 @@ def _ratio(row: Row, other: Row | None) -> str:
 
 def latency_table(rows: Sequence[Row]) -> Table:
     """Each row with its speed against the best stock path and against our own unskipped one."""
-    lines = []
+    lines, judged = [], any(row.kl is not None for row in rows)
     for (what, tokens, batch), group in by_size(rows).items():
         stock, dense = best_stock(group), own_dense(group)
         for row in group:
-            experts = "" if row.experts is None else f"{row.executed:.1f} of {row.experts:.1f}"
             size, time = f"{what.upper()} {tokens}×{batch}", f"{milliseconds(row):.2f} ms"
-            ours = row.path == "ace"
-            ratios = (_ratio(row, stock), _ratio(row, dense)) if ours else ("", "")
-            lines.append((size, row.path, f"{row.realised:.1%}", time, *ratios, experts))
-    columns = ("", "path", "skipped", "time", "vs. stock", "vs. own 0 %", "experts read a layer")
-    return table("latency", columns, lines)
+            ratios = (_ratio(row, stock), _ratio(row, dense)) if row.path == "ace" else ("", "")
+            experts = f"{row.executed:.1f} of {row.experts:.1f}"
+            cells = [size, row.path, f"{row.realised:.1%}", time, *ratios, experts]
+            lines.append([*cells, _fidelity(row)] if judged else cells)
+    columns = ["", "path", "skipped", "time", "vs. stock", "vs. own 0 %", "experts read a layer"]
+    return table("latency", [*columns, "KL, agreement, acceptance"] if judged else columns, lines)
+
+
+def _fidelity(row: Row) -> str:
+    """Of what skips; the unskipped model is what it is held against."""
+    return "" if row.path != "ace" or row.kl is None else f"{row.kl:.4f} {row.agreement:.1%} {row.acceptance:.1%}"
 
 
 def chart(rows: Sequence[Row], path: Path) -> None:

@@ -15,12 +15,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, StaticCache
+from transformers import DynamicCache, PreTrainedModel
 
-from ..errors import OptionError
+from ..errors import IntegrationError, OptionError, brief
 from ..integrations.transformers import attached_to
 from .attention import IMPLEMENTATION, workspace
-from .layerwise import compiled_layers
+from .layerwise import compiled_layers, decoder_layers, recording
+from .static import StepCache, check
 
 
 def tuned(batch: int) -> dict[str, Any]:
@@ -47,15 +48,12 @@ class Decoder:
         self.model, self.batch, self.length, self.attention = model, batch, length, attention
         self.captured = model.device.type == "cuda" if captured is None else captured
         self.options = options or tuned(batch)
-        self.cache = StaticCache(config=model.config, max_cache_len=length)
+        check(model)
+        decoder_layers(model)
+        self.cache: StepCache | None = None
         self.token = torch.zeros(batch, 1, dtype=torch.long, device=model.device)
         self.graph: torch.cuda.CUDAGraph | None = None
         self.logits: Tensor | None = None
-
-    @property
-    def _written(self) -> Tensor:
-        """Tokens in the cache, on the device; the first layer's count stands for all."""
-        return self.cache.layers[0].cumulative_length
 
     @torch.no_grad()
     def prefill(self, ids: Tensor) -> Tensor:
@@ -64,12 +62,22 @@ class Decoder:
             raise OptionError(
                 f"This decoder takes {self.batch} sequences of 1 to {self.length - 1} tokens, not {tuple(ids.shape)}."
             )
-        if self.cache.layers[0].is_initialized:
-            self.rewind(0)
+        prompt = DynamicCache(config=self.model.config)
         with self._phase("prefill"):
-            out = self.model(input_ids=ids, past_key_values=self.cache, logits_to_keep=1).logits[:, -1]
-        self.rewind(ids.shape[1])
+            out = self._read(ids, prompt)
+        if self.cache is None:
+            self.cache = StepCache(prompt, self.length, self.model.device)
+        self.cache.fill(prompt, ids.shape[1])
         return out
+
+    def _read(self, ids: Tensor, prompt: DynamicCache) -> Tensor:
+        try:
+            return self.model(input_ids=ids, past_key_values=prompt, logits_to_keep=1).logits[:, -1]
+        except ValueError as error:  # a model with a cache of its own says so
+            raise IntegrationError(
+                f"{type(self.model).__name__} could not read a prompt into transformers' cache ({brief(error)}); decode it with "
+                "`generate` instead."
+            ) from error
 
     def _phase(self, phase: str) -> AbstractContextManager[None]:
         """The decoder knows what its tokens are; nothing of it is computed in a step."""
@@ -77,20 +85,27 @@ class Decoder:
         return nullcontext() if found is None else found.phase(phase)
 
     def rewind(self, length: int) -> None:
-        """Forget what came after the first `length` tokens."""
-        for layer in self.cache.layers:
-            layer.cumulative_length.fill_(length)
+        """Forget what came after the first `length` tokens; with states or windows, after the prompt."""
+        self._filled.rewind(length)
+
+    @property
+    def _filled(self) -> StepCache:
+        if self.cache is None:
+            raise OptionError("There is nothing to go on from: run a prompt first, with `prefill`.")
+        return self.cache
 
     @torch.no_grad()
     def step(self, token: Tensor) -> Tensor:
         """token [B, 1] → logits [B, V] of the next; the same memory at every step."""
+        cache = self._filled
         self.token.copy_(token)
         if self.graph is None and self.captured:
-            self._capture()
+            self._capture(cache)
         if self.graph is not None:
             self.graph.replay()
         else:
-            self.logits = self._advance()
+            with compiled_layers(self.model, cache, compiled=False):
+                self.logits = self._advance(cache)
         assert self.logits is not None
         return self.logits
 
@@ -105,42 +120,45 @@ class Decoder:
                 logits = self.step(out[-1])
         return torch.cat(out, 1)
 
-    def _advance(self) -> Tensor:
+    def _advance(self, cache: StepCache) -> Tensor:
         """One step as it is captured: run, and move on by one."""
-        positions = torch.arange(self.length, device=self.model.device)
-        seen = (positions <= self._written).expand(self.batch, 1, 1, -1)
-        here = self._written.view(1, 1).clone()  # a cache that counts by itself does so within the step
-        options = {"past_key_values": self.cache, "position_ids": here, "attention_mask": seen}
+        cache.begin(self.batch, self._mask_type())
+        options = {"past_key_values": cache, "position_ids": cache.written.view(1, 1), "attention_mask": cache.mask}
         with self._phase("decode"):
             out = self.model(input_ids=self.token, **options).logits[:, -1]
-        if self.captured:
-            self._written.add_(1)  # compiled layers leave it to us
+        cache.written.add_(1)
         return out
 
-    def _capture(self) -> None:
-        """Record a step. Warming up writes into the cache where the next step will write again, and is not counted."""
-        model, before, start = self.model, self.model.config._attn_implementation, int(self._written)
+    def _mask_type(self) -> torch.dtype:
+        """Eager attention adds its mask, all others take what is true in it."""
+        return self.model.dtype if self.model.config._attn_implementation == "eager" else torch.bool
+
+    def _capture(self, cache: StepCache) -> None:
+        """Record a step. Warming up writes where the next step will write again, or is rewound, and is not counted."""
+        model, before, start = self.model, self.model.config._attn_implementation, int(cache.written)
         found = attached_to(model)
         workspace(model.device)
-        model.set_attn_implementation(self.attention)
+        if before == "sdpa":  # what else a model was given knows more than SDPA does, such as sinks
+            model.set_attn_implementation(self.attention)
         try:
             with (
                 nullcontext() if found is None else found.runtime.uncounted(),
-                compiled_layers(model, self.cache, **self.options),
+                compiled_layers(model, cache, **self.options),
+                recording(model),
             ):
-                self._warm_up(start)
+                self._warm_up(cache, start)
                 graph = torch.cuda.CUDAGraph()
                 with torch.cuda.graph(graph):
-                    self.logits = self._advance()
+                    self.logits = self._advance(cache)
                 self.graph = graph
         finally:
             model.set_attn_implementation(before)
 
-    def _warm_up(self, start: int) -> None:
+    def _warm_up(self, cache: StepCache, start: int) -> None:
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(3):
-                self._advance()
-                self.rewind(start)
+                self._advance(cache)
+                cache.rewind(start)
         torch.cuda.current_stream().wait_stream(stream)

@@ -13,34 +13,25 @@ from types import FunctionType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from transformers import PreTrainedModel, StaticCache
+from torch import nn
+from transformers import PreTrainedModel
 
-from ..errors import IntegrationError
+from ..errors import IntegrationError, brief
+from .static import Attended, StepCache, View, check
 
 Options = dict[str, Any]
+SHARED = "shared_kv_states"  # a dictionary some layers write for others; none reads it in what `check` lets through
 NUMBERS = ("layer_idx", "key")  # what tells a layer from its neighbours and decides nothing
 
 
-class LayerCache:
-    """One layer's keys and values [B, H, S, D] and where the next token goes, behind the part of a cache's face it needs."""
-
-    def __init__(self, keys: Tensor, values: Tensor, position: Tensor):
-        self.keys, self.values, self.position = keys, values, position
-
-    def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        self.keys.index_copy_(2, self.position, keys)
-        self.values.index_copy_(2, self.position, values)
-        return self.keys, self.values
-
-
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
-    """The list of layers with attention, one after the other."""
-    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) and hasattr(m[0], "self_attn")]
-    if len(lists) != 1 or not all(hasattr(layer, "self_attn") for layer in lists[0]):
+    """The list of decoder layers, one after the other."""
+    decoder = model.get_decoder() or model
+    count = model.config.get_text_config(decoder=True).num_hidden_layers
+    lists = [m for m in decoder.children() if isinstance(m, nn.ModuleList) and len(m) == count]
+    if len(lists) != 1:
         raise IntegrationError(
-            f"{type(model).__name__} has layers without plain attention; decode it with "
-            '`generate(cache_implementation="static")` instead.'
+            f"{type(model).__name__} has no plain list of layers; decode it with `generate` instead."
         )
     return lists[0]
 
@@ -56,8 +47,10 @@ def build_of(layer: nn.Module) -> tuple[Any, ...]:
     return tuple(modules)
 
 
-def _call(layer: nn.Module, hidden: Tensor, options: Options) -> Any:
-    return type(layer).forward(layer, hidden, **options)
+def _call(layer: nn.Module, args: tuple[Any, ...], options: Options) -> Any:
+    if SHARED in options:
+        options = {**options, SHARED: {}}
+    return type(layer).forward(layer, *args, **options)
 
 
 def _compiled(number: int, options: Options) -> Callable[..., Any]:
@@ -69,14 +62,19 @@ def _compiled(number: int, options: Options) -> Callable[..., Any]:
 
 
 @contextmanager
-def compiled_layers(model: PreTrainedModel, cache: StaticCache | None = None, **options: Any) -> Iterator[None]:
-    """Within, each layer's forward is compiled, and with a `cache` (filled by a prompt) writes where its length says."""
+def compiled_layers(
+    model: PreTrainedModel, cache: StepCache | None = None, compiled: bool = True, **options: Any
+) -> Iterator[None]:
+    """Within, each layer's forward is compiled, if that is asked, and with a `cache` remembers in its own part of that."""
+    check(model)
     layers, calls = decoder_layers(model), dict[tuple[Any, ...], Callable[..., Any]]()
-    around = _around(model, layers)
+    around = _around(model, layers) if compiled else []
     try:
         for number, layer in enumerate(layers):
-            call = calls.setdefault(build_of(layer), _compiled(number, options))
-            layer.forward = _forward(layer, call, _view(cache, number))
+            view = None if cache is None else cache.layers[number]
+            build = build_of(layer), None if view is None else view.build()
+            call = calls.setdefault(build, _compiled(number, options)) if compiled else _call
+            layer.forward = _forward(layer, call, cache, view)
         for module in around:
             module.forward = torch.compile(module.forward, fullgraph=True, options=options)
         yield
@@ -85,27 +83,49 @@ def compiled_layers(model: PreTrainedModel, cache: StaticCache | None = None, **
             vars(module).pop("forward", None)
 
 
+@contextmanager
+def recording(model: PreTrainedModel) -> Iterator[None]:
+    """What a compiler or a CUDA graph has against a model becomes an error of ours."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, torch._dynamo.exc.TorchDynamoException) as error:
+        raise IntegrationError(
+            f"{type(model).__name__} could not be recorded as one graph ({brief(error)}); run it with `generate`, or with "
+            "Decoder(…, captured=False)."
+        ) from error
+
+
 def _around(model: PreTrainedModel, layers: nn.ModuleList) -> list[nn.Module]:
     """The small modules beside the layers: the last norm, the rotary angles."""
     parent = next(m for m in model.modules() if any(child is layers for child in m.children()))
     return [m for m in parent.children() if not list(m.children()) and not isinstance(m, nn.Embedding)]
 
 
-def _forward(layer: nn.Module, call: Callable[..., Any], view: LayerCache | None) -> Callable[..., Any]:
-    def forward(hidden: Tensor, **options: Any) -> Any:
-        if view is not None:
-            options["past_key_values"] = view
-        return call(layer, hidden, options)
+def _forward(layer: nn.Module, call: Callable[..., Any], cache: StepCache | None, view: View) -> Callable[..., Any]:
+    def forward(*args: Any, **options: Any) -> Any:
+        options = {name: None if name == SHARED else value for name, value in options.items()}
+        if cache is not None:
+            args, options = _own(layer, args, options, cache, view)
+        return call(layer, args, options)
 
     return forward
 
 
-def _view(cache: StaticCache | None, number: int) -> LayerCache | None:
-    if cache is None:
-        return None
-    layer, length = cache.layers[number], cache.layers[0].cumulative_length
-    if layer.is_sliding:
+def _own(
+    layer: nn.Module, args: tuple[Any, ...], options: Options, cache: StepCache, view: View
+) -> tuple[tuple[Any, ...], Options]:
+    """The layer's own view in place of the cache, and its own mask in place of the longest, under whatever name."""
+    windowed = isinstance(view, Attended) and view.room < cache.length
+    if windowed and not any(x is cache.mask for x in (*args, *options.values())):
         raise IntegrationError(
-            'This model attends to a window; decode it with `generate(cache_implementation="static")` instead.'
+            f"{type(layer).__name__} attends to a window by a mask of its own; decode this model with `generate` instead."
         )
-    return LayerCache(layer.keys, layer.values, length.view(1))
+
+    def own(given: Any) -> Any:
+        if given is cache:
+            return view
+        return cache.masks[view.room] if isinstance(view, Attended) and given is cache.mask else given
+
+    return tuple(map(own, args)), {name: own(value) for name, value in options.items()}
