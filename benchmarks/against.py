@@ -43,8 +43,15 @@ class Worker:
         from ace_moe.bench.latency import Prompt, Steps
 
         torch._dynamo.reset()
-        self.timed = None
-        self.timed = Steps(self.model, batch, tokens) if what == "tpot" else Prompt(self.model, batch, tokens)
+        self.timed, timed = None, Steps if what == "tpot" else Prompt
+        try:
+            from ace_moe.bench.latency import STEPS
+            from ace_moe.bench.tokens import random_tokens
+        except ImportError:  # an older version draws its tokens itself
+            self.timed = timed(self.model, batch, tokens)
+        else:
+            length = tokens + (STEPS if what == "tpot" else 0)
+            self.timed = timed(self.model, random_tokens(self.model)(batch, length))
 
     def settle(self, ratio: float) -> float:
         """τ that realises the ratio at this size; bisection by hand, since its place differs between versions."""

@@ -2,7 +2,7 @@
 
     python benchmarks/restore.py --routing uniform skewed -o benchmarks/results/restore_h200.json
 
-One model, one recorded decode step for each way: the plain rule, with restored slots, with thresholds that move, with both.
+One model, one recorded decode step for each way: the plain rule, with restored slots, with thresholds that move.
 All ways of a size use the same threshold, found with the plain rule so that it skips the wanted ratio, and are timed in turn;
 ratios are of medians. `ran` is the share of routed slots that was executed, `reads` how many experts a layer read a step.
 """
@@ -19,17 +19,17 @@ from typing import Any
 import torch
 
 from ace_moe import ACE
-from ace_moe.bench.latency import Steps
+from ace_moe.bench.latency import STEPS, Steps
 from ace_moe.bench.routers import shape_routers
 from ace_moe.bench.shapes import build
+from ace_moe.bench.tokens import random_tokens
 from ace_moe.checkpoint import MoEModel
 from ace_moe.plan import Plan
 
 WAYS: dict[str, dict[str, Any]] = {
-    "plain": {}, "restored": {"restore": True}, "tracked": {"control": "track"},
-    "both": {"restore": True, "control": "track"},
+    "plain": {}, "restored": {"restore": True}, "tracked": {"control": "track"}
 }  # fmt: skip
-ROUNDS = 7
+ROUNDS, PROMPT = 7, 256
 
 
 class Way:
@@ -38,7 +38,7 @@ class Way:
     def __init__(self, model: Any, plan: Plan, batch: int, options: dict[str, Any]):
         self.ace = ACE(plan, 0.5 if "control" in options else 0.0, policy="share", **options)
         with self.ace(model):
-            self.steps = Steps(model, batch, 256)
+            self.steps = Steps(model, random_tokens(model)(batch, PROMPT + STEPS))
 
     def time(self, tau: float, skip: float, repeats: int = 3) -> float:
         """Milliseconds; a way that tracks starts from the same threshold and keeps the ratio."""
@@ -48,7 +48,7 @@ class Way:
         found = self.steps.time(repeats)
         return found.wall if found.gpu is None else found.gpu
 
-    def facts(self, layers: int) -> dict[str, Any]:
+    def facts(self) -> dict[str, Any]:
         report = self.ace.report()
         entry, reads = report["decode"], report.get("reads", {}).get("generated")
         found = {"skipped": entry["skipped"], "ran": 1 - entry["realised"]}
@@ -64,15 +64,15 @@ def settle(way: Way, skip: float) -> float:
     return high if skip else 0.0
 
 
-def measure(ways: dict[str, Way], names: list[str], skip: float, layers: int, batch: int) -> dict[str, Any]:
+def measure(ways: dict[str, Way], skip: float, batch: int) -> dict[str, Any]:
     tau = settle(ways["plain"], skip)
-    times: dict[str, list[float]] = {name: [] for name in names}
+    times: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(ROUNDS):
-        for name in names:
-            times[name].append(ways[name].time(tau, skip))
+        for name, way in ways.items():
+            times[name].append(way.time(tau, skip))
     row: dict[str, Any] = {"batch": batch, "skip": skip, "threshold": tau, "ms": {}, "facts": {}}
-    for name in names:
-        row["ms"][name], row["facts"][name] = statistics.median(times[name]), ways[name].facts(layers)
+    for name, way in ways.items():
+        row["ms"][name], row["facts"][name] = statistics.median(times[name]), way.facts()
     return row
 
 
@@ -81,8 +81,8 @@ def say(row: dict[str, Any], base: float) -> None:
     text = "  ".join(
         f"{n} {ms:.3f} ({ms / plain - 1:+.1%} of plain, {base / ms:.3f}x own 0 %)" for n, ms in row["ms"].items()
     )
-    restored = row["facts"].get("restored", {})
-    ran = f"ran {restored['ran']:.1%}, reads {restored['reads'] / restored['asked']:.3f}" if restored else ""
+    restored = row["facts"]["restored"]
+    ran = f"ran {restored['ran']:.1%}, reads {restored['reads'] / max(1, restored['asked']):.3f}"
     print(f"{row['routing']:8} batch {row['batch']:>3} skip {row['skip']:.0%}  {text}  {ran}", flush=True)
 
 
@@ -95,23 +95,28 @@ def main() -> None:
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16, 64])
     parser.add_argument("--skip", type=float, nargs="+", default=[0.0, 0.3, 0.6])
     parser.add_argument(
-        "--large", type=float, nargs="*", default=[0.75, 0.85], help="at the largest batch, restored alone"
+        "--large", type=float, nargs="*", default=[0.75, 0.85], help="further ratios at the largest batch"
+    )
+    parser.add_argument(
+        "--tracked", type=int, nargs="*", default=[1, 16], help="batches with moving thresholds, uniform alone"
     )
     parser.add_argument("-o", "--out", type=Path)
     options = parser.parse_args()
     model, rows = build(options.shape, options.device, options.layers), []
     moe = MoEModel.of(model)
     plan = Plan({site.key: {} for site in moe.sites}, moe.fingerprint(), options.shape)
+    base = 0.0
     for routing in options.routing:
         shape_routers(model, routing)
         for batch in options.batches:
             torch._dynamo.reset()
-            ways = {name: Way(model, plan, batch, given) for name, given in WAYS.items()}
+            tracked = batch in options.tracked and routing == "uniform"
+            names = ["plain", "restored", *(["tracked"] if tracked else [])]
+            ways = {name: Way(model, plan, batch, WAYS[name]) for name in names}
             large = options.large if batch == max(options.batches) else []
             for skip in [*options.skip, *large]:
-                names = ["plain", "restored"] if skip in large else list(ways)
-                row = {"routing": routing, **measure(ways, names, skip, len(moe.sites), batch)}
-                base = row["ms"]["plain"] if not skip else base  # noqa: F821
+                row = {"routing": routing, **measure(ways, skip, batch)}
+                base = base if skip else row["ms"]["plain"]
                 say(row, base)
                 rows.append(row)
                 if options.out:

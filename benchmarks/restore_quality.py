@@ -96,10 +96,13 @@ def main() -> None:
                "batch": options.batch, **measure(model, plan, policy, windows.ids, options)}  # fmt: skip
         rows.append(row)
         plain, restored = row["plain"], row["restored"]
-        print(f"{row['model']:10} {text.name:22} KL {plain['kl']:.4f} -> {restored['kl']:.4f} ({row['kl_ratio']:.2f}x, "
-              f"{row['kl_ratio_95'][0]:.2f}–{row['kl_ratio_95'][1]:.2f})  skipped {plain['skipped']:.1%} / {restored['skipped']:.1%}"
-              f"  not run {restored['realised']:.1%}  reads {plain['reads']['ratio']:.3f} / {restored['reads']['ratio']:.3f}",
-              flush=True)  # fmt: skip
+        low, high = row["kl_ratio_95"]
+        reads = f"{plain['reads']['ratio']:.3f} / {restored['reads']['ratio']:.3f}"
+        print(
+            f"{row['model']:10} {text.name:22} KL {plain['kl']:.4f} -> {restored['kl']:.4f} ({row['kl_ratio']:.2f}x, "
+            f"{low:.2f}–{high:.2f})  skipped {plain['skipped']:.1%}  not run {restored['realised']:.1%}  reads {reads}",
+            flush=True,
+        )
         if options.out:
             command = f"python benchmarks/restore_quality.py {Path(options.model).name} --policy {options.policy}"
             options.out.write_text(json.dumps({"command": command, "rows": rows}, indent=1) + "\n")
