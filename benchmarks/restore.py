@@ -103,11 +103,11 @@ def main() -> None:
     parser.add_argument("-o", "--out", type=Path)
     options = parser.parse_args()
     model, rows = build(options.shape, options.device, options.layers), []
-    moe = MoEModel.of(model)
-    plan = Plan({site.key: {} for site in moe.sites}, moe.fingerprint(), options.shape)
     base = 0.0
     for routing in options.routing:
         shape_routers(model, routing)
+        moe = MoEModel.of(model)
+        plan = Plan({site.key: {} for site in moe.sites}, moe.fingerprint(), options.shape)
         for batch in options.batches:
             torch._dynamo.reset()
             tracked = batch in options.tracked and routing == "uniform"

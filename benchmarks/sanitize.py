@@ -94,10 +94,10 @@ def routed(logits: Tensor, rows: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     yield torch.where((rows == PADDING)[:, None], 1 << 30, ids).int(), gates.bfloat16()
 
 
-def run_rule(sizes: tuple[int, ...]) -> None:
+def run_rule(sizes: tuple[int, ...], forms: int) -> None:
     tau = torch.rand(ROWS, device=DEVICE) * 0.6
     tables = [torch.rand(EXPERTS, device=DEVICE) + 0.5 for _ in range(2)]
-    for rule, tokens in itertools.product(rules(), sizes):
+    for rule, tokens in itertools.product(list(rules())[-forms:], sizes):
         counts, logits = (
             torch.zeros(ROWS, 3, dtype=torch.int64, device=DEVICE),
             torch.randn(tokens, EXPERTS, device=DEVICE),
@@ -140,9 +140,10 @@ def main() -> None:
         metavar="experts | rule | tracking | attention",
     )  # fmt: skip
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 7, 60, 1000], help="sizes the rule is run at")
+    parser.add_argument("--rules", type=int, default=0, help="only the last so many of the rules; 0 is all")
     options = parser.parse_args()
     steps = {"experts": run_experts, "tracking": run_tracking, "attention": run_attention}
-    steps["rule"] = lambda: run_rule(tuple(options.tokens))
+    steps["rule"] = lambda: run_rule(tuple(options.tokens), options.rules)
     for part in options.parts:
         steps[part]()
     if DEVICE == "cuda":

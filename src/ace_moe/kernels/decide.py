@@ -47,7 +47,7 @@ def constants(rule: str) -> dict[str, int | float | bool]:
     }  # fmt: skip
 
 
-TOGETHER = 128  # slots up to which one program has all tokens of a step and needs no second launch
+TOGETHER = 32  # slots up to which one program has all tokens of a step and needs no second launch
 ALONE = 2048  # slots up to which every program of the second launch looks at all of them by itself
 
 
@@ -81,7 +81,7 @@ def launch_rule(
     if tokens:
         rule_kernel.decide[(triton.cdiv(tokens, block),)](
             ids, gates, rows, tau, *_views(tables, tau), factor, counts, *votes, new_ids, new_gates, tokens, mark,
-            K=k, KP=padded, EP=power_of_two(experts), BT=block, VOTE=vote, **constants(rule),
+            K=k, KP=padded, BT=block, VOTE=vote, **constants(rule),
             num_warps=4 if tokens > 256 or vote == 1 else 1,
         )  # fmt: skip
     return _second(new_ids, new_gates, rows, counts, voting, mark, experts, rule) if vote == 2 else (new_ids, new_gates)

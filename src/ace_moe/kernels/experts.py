@@ -21,6 +21,8 @@ __all__ = ["ONE", "Layout", "Weights", "run"]
 ONE = 4  # tokens up to which a product per slot is fastest
 SORTED = 1024  # slots up to which one program sorts them
 BULK: bool | None = None  # whether the copy engine fetches weights; None: where there is one
+# whether few tokens run side by side, so that an expert two of them need is read once; None: where there are two
+BESIDE: bool | None = None
 
 
 def power_of_two(n: int) -> int:
@@ -72,14 +74,16 @@ def _one(x: Tensor, ids: Tensor, gates: Tensor, weights: Weights) -> Tensor:
     b_in, b_out = _or(weights.b_in, x), _or(weights.b_out, x)
     s_in, *in_factors = _factors(weights.s_in, x)
     s_out, *out_factors = _factors(weights.s_out, x)
-    one_kernel.one_up[(triton.cdiv(m, tiles.bn_up), tokens * k)](
+    beside = int(tokens > 1 if BESIDE is None else BESIDE)
+    up, down = (triton.cdiv(m, tiles.bn_up), tokens * k), (triton.cdiv(d, tiles.bn_down), tokens)
+    one_kernel.one_up[up[::-1] if beside else up](
         x, ids, weights.w_in, s_in, b_in, h, experts, d, m, x.stride(0), *weights.strides(weights.w_in), *in_factors,
-        b_in.stride(0), TOP_K=k, **early, **_up_options(weights, tiles, d),
+        b_in.stride(0), TOP_K=k, BESIDE=beside, **early, **_up_options(weights, tiles, d),
     )  # fmt: skip
-    one_kernel.one_down[(triton.cdiv(d, tiles.bn_down), tokens)](
+    one_kernel.one_down[down[::-1] if beside else down](
         h, ids, gates, weights.w_out, s_out, b_out, y, experts, d, m, *weights.strides(weights.w_out), *out_factors,
         TOP_K=k, KP=power_of_two(k), KC=min(tiles.bm, power_of_two(k)), KSTEPS=triton.cdiv(m, tiles.bk_down),
-        AHEAD=tiles.stages_down, **early, **_down_options(weights, tiles, m),
+        AHEAD=tiles.stages_down, BESIDE=beside, **early, **_down_options(weights, tiles, m),
     )  # fmt: skip
     return y
 

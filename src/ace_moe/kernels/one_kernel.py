@@ -31,15 +31,15 @@ def one_up(
     x, ids, w, s, b, h, E, d, m, x_row, w_expert, w_row, w_col, s_expert, s_row, s_col, b_row,
     TOP_K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr, GATED: tl.constexpr,
     INTERLEAVED: tl.constexpr, BIAS: tl.constexpr, KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
-    QN: tl.constexpr, QK: tl.constexpr, EARLY: tl.constexpr,
+    QN: tl.constexpr, QK: tl.constexpr, BESIDE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """h [S, m] ← act of the up product, slot by slot. Grid (tiles of m, S)."""
+    """h [S, m] ← act of the up product, slot by slot. Grid (tiles of m, S), or BESIDE (S, tiles of m)."""
     take_turn(EARLY)
-    slot = tl.program_id(1)
+    slot = tl.program_id(1 - BESIDE)
     e = tl.load(ids + slot)
     if (e < 0) | (e >= E):
         return
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    n = tl.program_id(BESIDE) * BN + tl.arange(0, BN)
     inside = n < m
     gate_row = n * 2 if INTERLEAVED else n
     up_row = gate_row + 1 if INTERLEAVED else n + m
@@ -108,9 +108,10 @@ def _weigh(
 def one_down(
     h, ids, gates, w, s, b, y, E, d, m, w_expert, w_row, w_col, s_expert, s_row, s_col,
     TOP_K: tl.constexpr, KP: tl.constexpr, KC: tl.constexpr, KSTEPS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    EVEN: tl.constexpr, BIAS: tl.constexpr, QN: tl.constexpr, QK: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr,
+    EVEN: tl.constexpr, BIAS: tl.constexpr, QN: tl.constexpr, QK: tl.constexpr, AHEAD: tl.constexpr,
+    BESIDE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """y [T, d] ← Σ over a token's kept slots of gate · (h W_downᵀ). Grid (tiles of d, T).
+    """y [T, d] ← Σ over a token's kept slots of gate · (h W_downᵀ). Grid (tiles of d, T), or BESIDE (T, tiles of d).
 
     KC kept slots at a time, so that no thread holds a skipped one, and KSTEPS steps along m for each. With EARLY the
     kernel starts while the up product still runs: it fetches the weights of AHEAD steps, which nobody is writing, and
@@ -118,8 +119,8 @@ def one_down(
     """
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
-    t = tl.program_id(1)
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    t = tl.program_id(1 - BESIDE)
+    n = tl.program_id(BESIDE) * BN + tl.arange(0, BN)
     j = tl.arange(0, KP)
     e = tl.load(ids + t * TOP_K + j, mask=j < TOP_K, other=-1).to(tl.int32)
     kept = (e >= 0) & (e < E)

@@ -34,12 +34,9 @@ def count_reads(reads, kept, routed, prompt, EP: tl.constexpr):
 
 
 @triton.jit
-def restored(e, there, keep, row, free, counts, kept):
-    """keep [n, k] and the slots of free rows whose expert is kept by another; counts [R, 3] += restored slots."""
-    mine = tl.load(free + row) > 0
-    at = tl.reshape(tl.where(there, e, 0), (e.shape[0] * e.shape[1],))
-    read = tl.reshape(tl.gather(kept, at, 0), (e.shape[0], e.shape[1])) > 0
-    back = there & (keep == 0) & mine[:, None] & read
+def restored(there, keep, read, row, free, counts):
+    """keep [n, k] and the slots of free rows whose expert is read; counts [R, 3] += restored slots."""
+    back = there & (keep == 0) & (tl.load(free + row) > 0)[:, None] & read
     number = tl.sum(back.to(tl.int32), 1)
     tl.atomic_add(counts + 3 * row + 2, number.to(tl.int64), mask=number > 0, sem="relaxed")
     return keep | back
@@ -92,27 +89,29 @@ def restore(
     """
     take_turn(EARLY)
     j = tl.arange(0, KP)
+    lanes = tl.arange(0, 2 * EP)
     if TP > 0:
         u = tl.arange(0, TP)
         others = (u < T)[:, None] & (j < K)[None, :]
         e, there, keep = _decoded(tl.load(ids + u[:, None] * K + j[None, :], mask=others, other=-1).to(tl.int32))
-        kept, routed = present(e, keep, EP), present(e, there, EP)
-        row = tl.load(rows + u, mask=u < T, other=0).to(tl.int32)
-        prompt = tl.max(((row > 0) & (row % 3 == 1)).to(tl.int32), 0)
+        kept = present(e, keep, EP)
+        if tl.program_id(0) == 0:
+            row = tl.load(rows + u, mask=u < T, other=0).to(tl.int32)
+            prompt = tl.max(((row > 0) & (row % 3 == 1)).to(tl.int32), 0)
+            count_reads(reads, kept, present(e, there, EP), prompt, EP)
     else:
-        lanes = tl.arange(0, 2 * EP)
         kept = tl.load(votes + lanes, mask=lanes < EP, other=0)
-        routed = tl.load(votes + EP + lanes, mask=lanes < EP, other=0)
-        prompt = tl.load(votes + 2 * EP)
-    if tl.program_id(0) == 0:
-        count_reads(reads, kept, routed, prompt, EP)
+        if tl.program_id(0) == 0:
+            routed = tl.load(votes + EP + lanes, mask=lanes < EP, other=0)
+            count_reads(reads, kept, routed, tl.load(votes + 2 * EP), EP)
     t = tl.program_id(0) * BT + tl.arange(0, BT)
     slots = (t < T)[:, None] & (j < K)[None, :]
     at = t[:, None] * K + j[None, :]
     e, there, keep = _decoded(tl.load(ids + at, mask=slots, other=-1).to(tl.int32))
     raw = tl.load(gates + at, mask=slots, other=0.0)
     row = tl.load(rows + t, mask=t < T, other=0).to(tl.int32)
-    keep = restored(e, there, keep, row, free, counts, kept)
+    at_expert = tl.gather(kept, tl.reshape(tl.where(there, e, 0), (BT * KP,)), 0)
+    keep = restored(there, keep, tl.reshape(at_expert, (BT, KP)) > 0, row, free, counts)
     gate = tl.where(there, raw.to(tl.float32), 0.0)
     tl.store(out_gates + at, rescaled(raw, gate, there, keep, GAIN), mask=slots)
     tl.store(out_ids + at, tl.where(keep, e, MARK).to(out_ids.dtype.element_ty), mask=slots)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .restore_kernel import add_reads, count_reads, present, rescaled, restored
+from .restore_kernel import add_reads, rescaled, restored
 
 
 @triton.jit
@@ -102,15 +102,19 @@ def _count(counts, row, there, keep):
 
 
 @triton.jit
-def _free(e, there, keep, row, free, counts, reads, EP: tl.constexpr):
+def _free(e, there, keep, row, free, counts, reads):
     """keep [BT, KP] with the slots whose expert another token of this program keeps; reads are counted."""
-    prompt = tl.max(((row > 0) & (row % 3 == 1)).to(tl.int32), 0)
-    if e.shape[0] == 1:  # a token's experts differ: none is another slot's
-        add_reads(reads, tl.sum(keep.to(tl.int64)), tl.sum(there.to(tl.int64)), prompt)
-    else:
-        kept = present(e, keep, EP)
-        count_reads(reads, kept, present(e, there, EP), prompt, EP)
-        keep = restored(e, there, keep, row, free, counts, kept)
+    size: tl.constexpr = e.shape[0] * e.shape[1]
+    expert, kept, routed = tl.reshape(e, (size,)), tl.reshape(keep, (size,)), tl.reshape(there, (size,))
+    same = expert[:, None] == expert[None, :]  # [slots, slots]: few enough to look at all pairs
+    lane = tl.arange(0, size)
+    earlier = same & (lane[None, :] < lane[:, None])
+    read = tl.sum((kept & (tl.max((earlier & kept[None, :]).to(tl.int32), 1) == 0)).to(tl.int64), 0)
+    asked = tl.sum((routed & (tl.max((earlier & routed[None, :]).to(tl.int32), 1) == 0)).to(tl.int64), 0)
+    add_reads(reads, read, asked, tl.max(((row > 0) & (row % 3 == 1)).to(tl.int32), 0))
+    if e.shape[0] > 1:
+        by_another = tl.reshape(tl.max((same & kept[None, :]).to(tl.int32), 1), (e.shape[0], e.shape[1])) > 0
+        keep = restored(there, keep, by_another, row, free, counts)
     return keep
 
 
@@ -124,7 +128,7 @@ def row_of(rows, tau, t, T):
 @triton.jit
 def settle(
     e, raw, t, slots, row, tau, first, second, factor, counts, free, reads, out_ids, out_gates, MARK,
-    K: tl.constexpr, EP: tl.constexpr, VOTE: tl.constexpr, VIEWS: tl.constexpr, FUSION: tl.constexpr,
+    K: tl.constexpr, VOTE: tl.constexpr, VIEWS: tl.constexpr, FUSION: tl.constexpr,
     POWER: tl.constexpr, NORM: tl.constexpr, CUMULATIVE: tl.constexpr, FACTOR: tl.constexpr, GAIN: tl.constexpr,
     MIN_ACTIVE: tl.constexpr, MIN_MASS: tl.constexpr,
 ):  # fmt: skip
@@ -148,7 +152,7 @@ def settle(
         tl.store(out_ids + at, coded.to(out_ids.dtype.element_ty), mask=slots)
     else:
         if VOTE == 1:
-            keep = _free(e, there, keep, row, free, counts, reads, EP)
+            keep = _free(e, there, keep, row, free, counts, reads)
         tl.store(out_gates + at, rescaled(raw, gate, there, keep, GAIN), mask=slots)
         tl.store(out_ids + at, tl.where(keep, e, MARK).to(out_ids.dtype.element_ty), mask=slots)
 
@@ -156,7 +160,7 @@ def settle(
 @triton.jit(do_not_specialize=["T"], do_not_specialize_on_alignment=["rows"])  # one build for any part of any batch
 def decide(
     ids, gates, rows, tau, first, second, factor, counts, free, reads, out_ids, out_gates, T, MARK,
-    K: tl.constexpr, KP: tl.constexpr, EP: tl.constexpr, BT: tl.constexpr, VOTE: tl.constexpr, VIEWS: tl.constexpr,
+    K: tl.constexpr, KP: tl.constexpr, BT: tl.constexpr, VOTE: tl.constexpr, VIEWS: tl.constexpr,
     FUSION: tl.constexpr, POWER: tl.constexpr, NORM: tl.constexpr, CUMULATIVE: tl.constexpr, FACTOR: tl.constexpr,
     GAIN: tl.constexpr, MIN_ACTIVE: tl.constexpr, MIN_MASS: tl.constexpr,
 ):  # fmt: skip
@@ -170,5 +174,5 @@ def decide(
     raw = tl.load(gates + at, mask=slots, other=0.0)
     settle(
         e, raw, t, slots, row, threshold, first, second, factor, counts, free, reads, out_ids, out_gates, MARK,
-        K, EP, VOTE, VIEWS, FUSION, POWER, NORM, CUMULATIVE, FACTOR, GAIN, MIN_ACTIVE, MIN_MASS,
+        K, VOTE, VIEWS, FUSION, POWER, NORM, CUMULATIVE, FACTOR, GAIN, MIN_ACTIVE, MIN_MASS,
     )  # fmt: skip

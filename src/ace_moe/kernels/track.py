@@ -28,7 +28,6 @@ def launch_track(
     highest: float,
 ) -> None:
     """counts: [R, 3] of every layer; τ, target [R]; seen [R, 2]. `width` slots a token has in all layers."""
-    rows, where = len(tau), _addresses(tuple(c.data_ptr() for c in counts), tau.device)
-    padded = {"LP": power_of_two(len(counts)), "RP": power_of_two(rows)}
-    given = (tau, target, seen, len(counts), rows, float(width), rate, lowest, highest)
-    track_kernel.track[(1,)](where, *given, **padded, num_warps=8)
+    where = _addresses(tuple(c.data_ptr() for c in counts), tau.device)
+    given = (tau, target, seen, len(counts), float(width), rate, lowest, highest)
+    track_kernel.track[(len(tau),)](where, *given, LP=power_of_two(len(counts)), num_warps=1)

@@ -1,0 +1,84 @@
+"""Two to four tokens in one layer: programs of different tokens side by side or not, at 0, 60 % and 60 % with restored slots.
+
+    python benchmarks/few_tokens.py            # one GPU, Qwen3-30B-A3B's layer
+
+Also the launch that moves thresholds, alone.
+"""
+
+from __future__ import annotations
+
+import statistics
+from typing import Any
+
+import torch
+
+from ace_moe import rule
+from ace_moe.kernels import experts
+from ace_moe.kernels.activation import SILU, Activation
+from ace_moe.kernels.track import launch_track
+
+E, D, M, K, LAYERS = 128, 2048, 768, 8, 6
+
+
+def graph_time(step: Any, repeats: int = 30) -> float:
+    """Microseconds, the middle of many replays."""
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    found = []
+    for _ in range(repeats):
+        before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        before.record()
+        graph.replay()
+        after.record()
+        torch.cuda.synchronize()
+        found.append(1e3 * before.elapsed_time(after))
+    return statistics.median(found)
+
+
+def weights() -> list[experts.Weights]:
+    layout = experts.Layout(True, False, False, Activation(SILU))
+    make = lambda *s: (0.02 * torch.randn(*s, device="cuda")).bfloat16()  # noqa: E731
+    return [experts.Weights(make(E, 2 * M, D), make(E, D, M), None, None, layout) for _ in range(LAYERS)]
+
+
+def routings(tokens: int, way: str, g: torch.Generator) -> tuple[torch.Tensor, torch.Tensor, float]:
+    """ids, gates [T, k] and the share of slots that run."""
+    gates, ids = torch.randn(tokens, E, generator=g).softmax(-1).topk(K)
+    keep = torch.ones_like(ids, dtype=torch.bool)
+    if way != "all":
+        keep = gates >= gates.flatten().quantile(0.6)
+        keep[:, 0] = True
+        if way == "restored":
+            keep = rule.restore(keep, ids, rule.union(ids, keep, E), torch.ones(tokens, dtype=torch.bool))
+    return torch.where(keep, ids, -1).cuda(), gates.bfloat16().cuda(), float(keep.float().mean())
+
+
+def main() -> None:
+    layers = weights()
+    for tokens in (2, 4):
+        for way in ("all", "60 %", "restored"):
+            g = torch.Generator().manual_seed(tokens)
+            x = [torch.randn(tokens, D, device="cuda").bfloat16() for _ in layers]
+            routed = [routings(tokens, way, g) for _ in layers]
+            found = {}
+            for beside in (False, True):
+                experts.BESIDE = beside
+                run = lambda: [experts.run(a, r[0], r[1], w) for a, r, w in zip(x, routed, layers, strict=True)]  # noqa: B023, E731
+                found[beside] = graph_time(run) / LAYERS
+            ran = statistics.mean(r[2] for r in routed)
+            print(
+                f"{tokens} tokens {way:8} ran {ran:.1%}: {found[False]:.2f} us apart, {found[True]:.2f} side by side",
+                flush=True,
+            )
+    counts = [torch.randint(0, 9, (49, 3), device="cuda") for _ in range(48)]
+    tau, target = torch.rand(49, device="cuda"), torch.full((49,), 0.5, device="cuda")
+    seen = torch.zeros(49, 2, dtype=torch.int64, device="cuda")
+    step = lambda: [launch_track(counts, tau, target, seen, 384, 0.2, 1e-5, 4.0) for _ in range(50)]  # noqa: E731
+    print(f"moving thresholds of 48 layers: {graph_time(step) / 50:.2f} us", flush=True)
+
+
+if __name__ == "__main__":
+    main()
