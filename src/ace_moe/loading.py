@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from .checkpoint import resolve
 from .checkpoint.model import load_config
-from .checkpoint.source import locate
+from .checkpoint.shards import locate
 from .checkpoint.structure import model_class
 from .errors import CheckpointError, DeviceError, OptionError, TextError, brief
 from .text import Windows, cut, encode, read_text

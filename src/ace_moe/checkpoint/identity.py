@@ -11,13 +11,15 @@ from torch import Tensor
 from ..plan import Routers, Sample
 from .records import Site
 from .shards import Rows
-from .source import CheckpointSource, ModelSource
+from .gguf import GgufSource
+from .memory import ModelSource
+from .source import CheckpointSource
 from .structure import is_registered
 
 SMALLEST = 2.0**-14  # what is less has fewer bits in fp16 than in bf16; what is not, is the same number in both
 PLAIN = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 SAMPLED = 8  # rows of each matrix of an expert
-Source = CheckpointSource | ModelSource
+Source = CheckpointSource | ModelSource | GgufSource
 
 
 def routers(sites: Iterable[Site], source: Source) -> Routers:

@@ -15,9 +15,12 @@ from ..errors import AceError, CheckpointError, brief
 from ..files import expand
 from ..plan import Fingerprint
 from . import identity
+from .gguf import GgufSource, gguf_of
+from .identity import Source
 from .layers import assemble
 from .records import MoELayer, Site
-from .source import CheckpointSource, ModelSource
+from .memory import ModelSource
+from .source import CheckpointSource
 from .structure import find_sites, hollow_twin, is_registered
 
 WANTED_FILES = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]
@@ -26,6 +29,8 @@ WANTED_FILES = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]
 def resolve(model: str | Path) -> Path:
     """A folder stays itself; anything else is a hub repository, downloaded without code and without pickles."""
     path = expand(model)
+    if os.path.isfile(path) and path.suffix == ".gguf":
+        return path
     if os.path.isdir(path):  # unlike Path's, these take a name the file system refuses for one that is not there
         return path
     if os.path.exists(path) or str(model).count("/") != 1 or str(model).startswith((".", "/", "~")):
@@ -39,9 +44,11 @@ def resolve(model: str | Path) -> Path:
         ) from error
 
 
-def load_config(folder: Path) -> PretrainedConfig:
+def load_config(folder: Path, gguf: Path | None = None) -> PretrainedConfig:
+    """Of the folder's config.json; a GGUF file without one beside it may be of a kind that transformers rebuilds one for."""
+    own = gguf is not None and not (folder / "config.json").is_file()
     try:
-        return AutoConfig.from_pretrained(folder)
+        return AutoConfig.from_pretrained(folder, **({"gguf_file": gguf.name} if own and gguf else {}))
     except Exception as error:  # a damaged configuration raises whatever its class raises
         raise CheckpointError(
             f"{folder} has no usable config.json ({brief(error)}). The folder must be a transformers "
@@ -64,18 +71,22 @@ def _twin(folder: Path, config: PretrainedConfig) -> PreTrainedModel:
 class MoEModel:
     """The MoE layers of a checkpoint or of a loaded model."""
 
-    def __init__(self, name: str, twin: PreTrainedModel, source: CheckpointSource | ModelSource):
+    def __init__(self, name: str, twin: PreTrainedModel, source: Source):
         self.name, self.source, self.architecture = name, source, type(twin).__name__
         self.sites, self.not_covered = find_sites(twin)
+        source.check(self.sites)
 
     @classmethod
     def open(cls, model: str | Path) -> MoEModel:
         """A checkpoint: nothing but its configuration and its file headers is read yet."""
-        folder = resolve(model)
-        config = load_config(folder)
-        _refuse_quantised(folder, config)
-        twin = _twin(folder, config)
-        return cls(folder.resolve().name, twin, CheckpointSource(folder, twin))
+        path = resolve(model)
+        gguf = gguf_of(path)
+        folder = path if gguf is None else gguf.parent
+        twin = _twin(folder, load_config(folder, gguf))
+        if gguf is None:
+            return cls(folder.resolve().name, twin, CheckpointSource(folder, twin))
+        shapes = {name: tensor.shape for name, tensor in twin.state_dict().items()}
+        return cls(gguf.resolve().stem, twin, GgufSource(gguf, shapes))
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> MoEModel:
@@ -92,12 +103,14 @@ class MoEModel:
             yield self.layer(site)
 
     def layer(self, site: Site) -> MoELayer:
-        names = site.parameter_names()
-        read = self.source.read(names)
-        for name, short in names.items():
-            if not short.startswith("experts."):  # the tables notice bad experts; a bad norm would look like no norm
-                _check_finite(site, name, read[name])
-        return assemble(site, {short: read[name] for name, short in names.items()})
+        """Norm and router are read; experts are read when they are asked for, a few at a time."""
+        names, stacks = site.parameter_names(), site.stacks()
+        read = self.source.read([name for name in names if name not in stacks])
+        for name, tensor in read.items():
+            if not names[name].startswith("experts."):  # the tables notice bad experts; a bad norm would look like no norm
+                _check_finite(site, name, tensor)
+        experts = {name: self.source.stack(name) for name in stacks}
+        return assemble(site, {names[name]: tensor for name, tensor in {**read, **experts}.items()})
 
     def structure(self) -> dict[str, Any]:
         """What a plan must agree with: layers, experts, k, d, m, router kind."""
@@ -137,15 +150,3 @@ def describe(site: Site) -> dict[str, Any]:
         "intermediate": middle,
         "router": f"{site.router_input}:" + ",".join("x".join(map(str, s)) for s in shapes),
     }
-
-
-def _refuse_quantised(folder: Path, config: PretrainedConfig) -> None:
-    found = getattr(config, "quantization_config", None) or getattr(
-        config.get_text_config(), "quantization_config", None
-    )
-    if found:
-        method = found.get("quant_method", "unknown") if isinstance(found, dict) else found.quant_method
-        raise CheckpointError(
-            f"{folder} is quantised ({method}), which the table builder does not read yet. Build the plan from the "
-            "unquantised checkpoint and attach it with allow_other_weights=True: routers are usually left unquantised."
-        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -14,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ..errors import CheckpointError, brief
+from .formats import Header
 
 Rows = Callable[[str, int, range], Tensor | None]  # (stacked parameter [E, a, b], expert, rows) → [rows, b]
 Part = tuple[Any, tuple[int, ...]]  # a slice of a file, and the index in front of its rows
@@ -31,12 +33,9 @@ class Shards:
     def __exit__(self, *error: object) -> None:
         self._stack.close()
 
-    def get(self, key: str) -> Tensor:
-        return self._ask(key, lambda handle: handle.get_tensor(key))
-
     def slice(self, key: str) -> Any:
         """The tensor as something to index: only what is asked for is read."""
-        return self._ask(key, lambda handle: handle.get_slice(key))
+        return self._ask(key, lambda handle: _slice(handle, key))
 
     def _ask(self, key: str, question: Callable[[safe_open], Any]) -> Any:
         path = self.files[key]
@@ -46,6 +45,11 @@ class Shards:
             return question(self._handles[path])
         except SafetensorError as error:  # the index promised it
             raise _unreadable(path, error) from error
+
+
+def _slice(handle: safe_open, key: str) -> Any:
+    part = handle.get_slice(key)
+    return handle.get_tensor(key).view(torch.uint8) if part.get_dtype() == "F4" else part  # no part of F4 can be read
 
 
 def stacked_rows(parts: Sequence[Part], shape: tuple[int, ...], wanted: range) -> Tensor | None:
@@ -68,6 +72,24 @@ def stacked_rows(parts: Sequence[Part], shape: tuple[int, ...], wanted: range) -
     return torch.stack([row(number) for number in wanted])
 
 
+def read_headers(files: Mapping[str, Path]) -> tuple[dict[str, Header], dict[str, str]]:
+    """Every tensor's dtype and shape, and what files say of themselves. No tensor is read."""
+    headers, metadata = {}, dict[str, str]()
+    by_file: dict[Path, list[str]] = {}
+    for key, path in files.items():
+        by_file.setdefault(path, []).append(key)
+    for path, keys in by_file.items():
+        with open_shard(path) as handle:
+            metadata |= handle.metadata() or {}
+            for key in keys:
+                try:
+                    part = handle.get_slice(key)
+                except SafetensorError as error:  # the index promised it
+                    raise _unreadable(path, error) from error
+                headers[key] = Header(part.get_dtype(), tuple(part.get_shape()))
+    return headers, metadata
+
+
 def open_shard(path: Path) -> safe_open:
     try:
         return safe_open(path, "pt")
@@ -77,3 +99,38 @@ def open_shard(path: Path) -> safe_open:
 
 def _unreadable(path: Path, error: Exception) -> CheckpointError:
     return CheckpointError(f"{path} cannot be read ({brief(error)}). It is truncated or damaged; download it again.")
+
+
+def locate(folder: Path) -> dict[str, Path]:
+    """Tensor name → file that holds it, for a single file or a sharded checkpoint."""
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        return _from_index(folder, index)
+    shards = sorted(folder.glob("*.safetensors"))
+    if not shards:
+        raise CheckpointError(
+            f"{folder} holds no .safetensors file. ACE reads safetensors checkpoints; convert others with "
+            "`model.save_pretrained(folder)`, which never needs pickle again."
+        )
+    return {key: shard for shard in shards for key in keys_of(shard)}
+
+
+def _from_index(folder: Path, index: Path) -> dict[str, Path]:
+    try:
+        entries: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        missing = sorted({file for file in entries.values() if not (folder / file).is_file()})
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(
+            f"{index} is not a safetensors index ({type(error).__name__}: {brief(error)}). It is damaged; download it again."
+        ) from error
+    if missing:
+        raise CheckpointError(
+            f"{folder} misses {len(missing)} of {len(set(entries.values()))} shards: {', '.join(missing[:3])}"
+            f"{' …' if len(missing) > 3 else ''}. Finish the download, then run the command again."
+        )
+    return {key: folder / file for key, file in entries.items()}
+
+
+def keys_of(shard: Path) -> list[str]:
+    with open_shard(shard) as handle:
+        return list(handle.keys())
