@@ -42,13 +42,32 @@ def experts(sites: Iterable[Site], source: Source) -> dict[str, Sample]:
     return {key: sample for key, sample in found.items() if sample is not None}
 
 
+def distance(sites: Iterable[Site], loaded: Source, stored: Source) -> tuple[float, str]:
+    """The largest relative distance of sampled rows of two sources' experts, and the matrix it is in."""
+    worst = (0.0, "")
+    with loaded.rows() as mine, stored.rows() as theirs:
+        for site in sites:
+            for name in site.stacks():
+                for expert in _sampled(site):
+                    wanted = _spread(site.experts.get_parameter(name.removeprefix(f"{site.path}.")).shape[1])
+                    a, b = mine(name, expert, wanted), theirs(name, expert, wanted)
+                    if a is not None and b is not None:
+                        a, b = a.double().cpu(), b.double().cpu()
+                        worst = max(worst, (float((a - b).norm() / b.norm().clamp(min=1e-30)), f"{name}[{expert}]"))
+    return worst
+
+
+def _sampled(site: Site) -> list[int]:
+    return sorted({0, site.num_experts // 2})
+
+
 def _sample(site: Site, rows: Rows) -> Sample | None:
     """Some rows of each matrix of the first and the middle expert."""
     matrices = {n: p.shape for n, p in site.experts.named_parameters() if p.dim() == 3}
     if not is_registered(site.experts) or not matrices:
         return None
     digest, sizes = hashlib.sha256(), []
-    for expert in sorted({0, site.num_experts // 2}):
+    for expert in _sampled(site):
         taken = []
         for name, shape in sorted(matrices.items()):
             values = _taken(rows(f"{site.path}.{name}", expert, _spread(shape[1])))

@@ -72,6 +72,9 @@ class ModelSource:
             )
         return Stored(name, f"torchao {type(tensor).__name__}", (name,), lambda t: t.dequantize().float(), tensor.shape[0])
 
+    def formats(self, names: Iterable[str]) -> set[str]:
+        return {self._stored(name).format for name in names}
+
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
         return {name: self._stored(name).read(self._tensor) for name in names}
 

@@ -23,6 +23,7 @@ from .memory import ModelSource
 from .source import CheckpointSource
 from .structure import find_sites, hollow_twin, is_registered
 
+NO_WEIGHTS = 2.0  # codes of four bits have an rms of about 3, of eight bits 30 and more; trained experts 0.01 to 0.5
 WANTED_FILES = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]
 
 
@@ -124,6 +125,29 @@ class MoEModel:
         """Reads router rows and a few rows of the experts, nothing else."""
         routers = identity.routers(self.sites, self.source)
         return Fingerprint(self.structure(), routers, identity.experts(self.sites, self.source))
+
+
+    def formats(self) -> dict[str, list[str]]:
+        """What the experts of each layer are stored in."""
+        return {site.key: sorted(self.source.formats(site.stacks())) for site in self.sites}
+
+
+def check_sizes(fingerprint: Fingerprint) -> None:
+    """Experts whose numbers are no weights: some loaders drop the factors of a format without a word."""
+    found = outliers(fingerprint)
+    if found:
+        key, size = next(iter(found.items()))
+        raise CheckpointError(
+            f"Layer {key}: its experts have an rms of {size:.3g}, where weights have less than 1. Factors of a quantised "
+            "format were lost when the model was loaded. Load it with load_model(…, expand=True), or build the plan from the "
+            "checkpoint."
+        )
+
+
+def outliers(fingerprint: Fingerprint) -> dict[str, float]:
+    """The largest rms of sampled experts, by layer, where no weights are that large."""
+    sizes = {key: max(sample.rms) for key, sample in fingerprint.experts.items()}
+    return {key: size for key, size in sizes.items() if size > NO_WEIGHTS}
 
 
 def _check_finite(site: Site, name: str, tensor: Tensor) -> None:

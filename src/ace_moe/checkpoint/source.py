@@ -70,13 +70,19 @@ class CheckpointSource:
 
     def check(self, sites: Sequence[Site]) -> None:
         """Tensors of the MoE layers whose numbers mean nothing known, by name, before any work."""
-        used = {key for recipe in self.recipes.values() for key, _ in recipe}
-        loose = {path: [n for n in names if n not in used] for path, names in strays(self.stored).items()}
-        for site in sites:
-            for name in site.parameter_names():
-                for key, _ in self.recipes.get(name, ()):
-                    self._check(key, loose)
+        self._check_names(name for site in sites for name in site.parameter_names())
         self._check_config(sites)
+
+    def check_all(self) -> None:
+        """The same for the whole model; whole numbers may be stored as such."""
+        self._check_names(name for name, t in self.twin.state_dict().items() if t.is_floating_point())
+
+    def _check_names(self, names: Iterable[str]) -> None:
+        used = {key for recipe in self.recipes.values() for key, _ in recipe}
+        loose = {path: [n for n in found if n not in used] for path, found in strays(self.stored).items()}
+        for name in names:
+            for key, _ in self.recipes.get(name, ()):
+                self._check(key, loose)
 
     def _check_config(self, sites: Sequence[Site]) -> None:
         """Numbers are read as they are stored, whatever config.json says; where it says otherwise, so do we."""

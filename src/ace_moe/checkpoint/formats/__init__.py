@@ -12,7 +12,7 @@ from collections import defaultdict
 from . import bitsandbytes, fp4, gptq, integers, scaled, torchao
 from .stored import PLAIN, Facts, Find, Get, Header, Headers, Stored, unreadable
 
-__all__ = ["Facts", "Get", "Header", "Headers", "Stored", "strays", "understand"]
+__all__ = ["PLAIN", "Facts", "Get", "Header", "Headers", "Stored", "strays", "understand"]
 
 FORMATS: tuple[Find, ...] = (
     bitsandbytes.find,
