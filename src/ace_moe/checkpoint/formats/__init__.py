@@ -47,7 +47,7 @@ def understand(headers: Headers, facts: Facts) -> dict[str, Stored]:
 
 
 def _unpacked_name(key: str, header: Header) -> str:
-    if header.dtype in PLAIN:
+    if header.dtype in PLAIN and not key.endswith(".compressed"):
         return key
     return next((key.removesuffix(end) + name for end, name in NO_WEIGHT.items() if key.endswith(end)), key)
 
@@ -55,7 +55,7 @@ def _unpacked_name(key: str, header: Header) -> str:
 def _plain(name: str, key: str, header: Header) -> Stored:
     experts = header.shape[0] if len(header.shape) == 3 else None
     unknown = f"{key} is {header}, and no tensor beside it says in a known way what its numbers mean"
-    return Stored(name, "plain", (key,), experts=experts, problem="" if header.dtype in PLAIN else unknown)
+    return Stored(name, "plain", (key,), experts=experts, problem="" if header.dtype in PLAIN and name == key else unknown)
 
 
 def _twice(name: str, key: str, headers: Headers) -> Stored:
