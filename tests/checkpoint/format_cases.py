@@ -157,7 +157,9 @@ def packed(d: Dice, n: int, k: int, bits: int = 4, groups: int = 2, zeros: bool 
     if zeros:
         tensors["weight_zero_point"] = words(z.T.copy(), bits).mT.contiguous()
     if order:
-        tensors["weight_g_idx"] = torch.from_numpy(group.astype(np.int32)) if order == "random" else torch.full((k,), -1)
+        tensors["weight_g_idx"] = (
+            torch.from_numpy(group.astype(np.int32)) if order == "random" else torch.full((k,), -1)
+        )
     return tensors, meant
 
 
@@ -173,7 +175,9 @@ def gptq(d: Dice, n: int, k: int, bits: int = 4, first: bool = True, sym: bool =
     stored = words(z, bits)
     if first:  # as its writers do: one less in each field of a whole word, borrows included
         ones = sum(1 << p for p in range(0, 32, bits))
-        stored = torch.from_numpy(((stored.numpy().view(np.uint32).astype(np.int64) - ones) % (1 << 32)).astype(np.uint32).view(np.int32))
+        stored = torch.from_numpy(
+            ((stored.numpy().view(np.uint32).astype(np.int64) - ones) % (1 << 32)).astype(np.uint32).view(np.int32)
+        )
     tensors = {"qweight": words(codes.T.copy(), bits).mT.contiguous(), "qzeros": stored, "scales": s}
     return tensors | ({"g_idx": torch.from_numpy(group.astype(np.int32))} if order else {}), meant
 
@@ -215,7 +219,9 @@ def bnb(d: Dice, n: int, k: int, kind: str = "nf4", nested: bool = False) -> Enc
 
 def bnb_int8(d: Dice, n: int, k: int) -> Encoded:
     w, s = torch.from_numpy(d.codes((n, k), 8) - 128).to(torch.int8), d.factors((n,), 0.1)
-    return {"weight": w, "SCB": s, "weight_format": torch.tensor(0, dtype=torch.uint8)}, scaled(w, s[:, None] / 127, 1, k)
+    return {"weight": w, "SCB": s, "weight_format": torch.tensor(0, dtype=torch.uint8)}, scaled(
+        w, s[:, None] / 127, 1, k
+    )
 
 
 def torchao(d: Dice, n: int, k: int, kind: str = "int8") -> Encoded:
@@ -230,6 +236,7 @@ def torchao(d: Dice, n: int, k: int, kind: str = "int8") -> Encoded:
 
 GROUPS = {"config_groups": {"group_0": {"weights": {"num_bits": 4}, "input_activations": {"num_bits": 8}}}}
 CT, BLOCK = {"quant_method": "compressed-tensors", **GROUPS}, {"quant_method": "fp8", "weight_block_size": [16, 16]}
+ROUND = {"quant_method": "auto-round", "sym": True}
 Case = tuple[Callable[..., Encoded], dict[str, Any], dict[str, Any]]
 CASES: dict[str, Case] = {  # name → (encoder, its options, quantization_config)
     "fp8 block": (fp8_block, {}, BLOCK),
@@ -262,8 +269,8 @@ CASES: dict[str, Case] = {  # name → (encoder, its options, quantization_confi
     "gptq symmetric": (gptq, {"sym": True, "order": False}, {"quant_method": "gptq", "sym": True}),
     "gptq 8 bit": (gptq, {"bits": 8}, {"quant_method": "gptq", "sym": False}),
     "gptq 2 bit": (gptq, {"bits": 2}, {"quant_method": "gptq", "sym": False}),
-    "autoround": (gptq, {"sym": True, "order": False}, {"quant_method": "auto-round", "packing_format": "auto_round:auto_gptq", "sym": True}),
-    "autoround asymmetric": (gptq, {"first": False, "order": False}, {"quant_method": "auto-round", "packing_format": "auto_round:gptqmodel", "sym": False}),
+    "autoround": (gptq, {"sym": True, "order": False}, {**ROUND, "packing_format": "auto_round:auto_gptq"}),
+    "autoround asymmetric": (gptq, {"first": False, "order": False}, {**ROUND, "packing_format": "auto_round", "sym": False}),
     "awq": (awq, {}, {"quant_method": "awq", "version": "gemm"}),
     "bitsandbytes nf4": (bnb, {}, {"quant_method": "bitsandbytes"}),
     "bitsandbytes nf4 nested": (bnb, {"nested": True}, {"quant_method": "bitsandbytes"}),

@@ -22,10 +22,12 @@ FAMILIES = ("qwen3_moe", "mixtral", "deepseek_v3", "glm4_moe", "minimax_m2", "ol
 def small(family: str) -> PreTrainedModel:
     few = {"num_experts": 4, "n_routed_experts": 4, "num_local_experts": 4}
     names = set(type(zoo.build(family).config).__dataclass_fields__)
-    more = {k: v for k, v in few.items() if k in names} | ({"n_group": 1, "topk_group": 1} if "n_group" in names else {})
+    more = {k: v for k, v in few.items() if k in names} | (
+        {"n_group": 1, "topk_group": 1} if "n_group" in names else {}
+    )
     if family == "deepseek_v4":  # a hash layer of zeros sends every slot of a token to one expert
         more["mlp_layer_types"] = ["hash_moe", "moe"]
-    return zoo.build(family, num_hidden_layers=2, **more)
+    return zoo.build(family, num_hidden_layers=2, vocab_size=260, **more)
 
 
 def write(folder: Path, tensors: dict[str, Tensor], config: dict, files: dict[str, str] | None = None) -> Path:
@@ -35,7 +37,9 @@ def write(folder: Path, tensors: dict[str, Tensor], config: dict, files: dict[st
     return folder
 
 
-def quantise(tmp: Path, family: str, case_of: Callable[[str, int], str], config: dict | None = None) -> tuple[Path, Path]:
+def quantise(
+    tmp: Path, family: str, case_of: Callable[[str, int], str], config: dict | None = None
+) -> tuple[Path, Path]:
     """(quantised, plain) folders; `case_of` gives the format of each expert's matrix by its name and number."""
     small(family).save_pretrained(tmp / "original")
     tensors = load_file(tmp / "original" / "model.safetensors")

@@ -45,7 +45,17 @@ def test_tables_of_three_families(case: str, family: str, tmp_path: Path) -> Non
     assert_same_tables(*quantise(tmp_path, family, lambda key, number: case))
 
 
-MIXED = ("fp8 channel", "plain", "nvfp4 of ModelOpt", "int4", "mxfp4", "awq", "bitsandbytes nf4 nested", "int8", "fp8 tensor")
+MIXED = (
+    "fp8 channel",
+    "plain",
+    "nvfp4 of ModelOpt",
+    "int4",
+    "mxfp4",
+    "awq",
+    "bitsandbytes nf4 nested",
+    "int8",
+    "fp8 tensor",
+)
 
 
 @pytest.mark.parametrize("family", FAMILIES[:3])
@@ -130,7 +140,7 @@ def test_fused_fp8_under_a_multimodal_prefix(tmp_path: Path) -> None:
 
 def test_llama4_is_refused_with_its_reason(tmp_path: Path) -> None:
     zoo.build("llama4").save_pretrained(tmp_path)
-    with pytest.raises(StructureError, match="no routed experts|registry"):
+    with pytest.raises(StructureError, match=r"no routed experts|registry"):
         build_plan(tmp_path)
 
 

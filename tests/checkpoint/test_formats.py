@@ -64,7 +64,9 @@ def test_fp8_blocks_of_any_size(n: int, k: int, block: int, seed: int) -> None:
     st.integers(1, 40), st.integers(1, 20), st.sampled_from([2, 4, 8]), st.sampled_from([1, 2, 3]), st.booleans(),
     st.sampled_from(["", "random", "unset"]), st.integers(0, 99),
 )  # fmt: skip
-def test_packed_integers_of_any_size(n: int, size: int, bits: int, groups: int, zeros: bool, order: str, seed: int) -> None:
+def test_packed_integers_of_any_size(
+    n: int, size: int, bits: int, groups: int, zeros: bool, order: str, seed: int
+) -> None:
     """Rows and columns that do not fill their words."""
     tensors, meant = packed(Dice(seed), n, size * groups, bits, groups, zeros, order)
     named = {f"x.{part}": t for part, t in tensors.items()}
@@ -101,7 +103,9 @@ def test_each_half_of_a_fused_matrix_has_a_ragged_grid(m: int, block: int) -> No
     halves = [[fp8_block(Dice(2 * e + half), m, 40, block) for half in range(2)] for e in range(3)]
     tensors = {
         "e.gate_up_proj": torch.stack([torch.cat([h[0]["weight"] for h in pair]) for pair in halves]),
-        "e.gate_up_proj_scale_inv": torch.stack([torch.cat([h[0]["weight_scale_inv"] for h in pair]) for pair in halves]),
+        "e.gate_up_proj_scale_inv": torch.stack(
+            [torch.cat([h[0]["weight_scale_inv"] for h in pair]) for pair in halves]
+        ),
     }
     meant = np.stack([np.concatenate([h[1] for h in pair]) for pair in halves])
     config = {"weight_block_size": [block, block]}
@@ -111,7 +115,9 @@ def test_each_half_of_a_fused_matrix_has_a_ragged_grid(m: int, block: int) -> No
 
 
 @pytest.mark.parametrize(
-    "shape", [(), (1,), (3,), (3, 1), (3, 1, 1), (3, 24), (3, 24, 1), (3, 40), (3, 2)], ids=lambda s: "x".join(map(str, s))
+    "shape",
+    [(), (1,), (3,), (3, 1), (3, 1, 1), (3, 24), (3, 24, 1), (3, 40), (3, 2)],
+    ids=lambda s: "x".join(map(str, s)),
 )
 def test_factors_of_a_stack(shape: tuple[int, ...]) -> None:
     """One for all, one for each expert, for each row, for each column, for each half."""
@@ -153,7 +159,10 @@ def test_gpt_oss_layer() -> None:
             for j in range(64):
                 meant[x, j, i] = table[codes[x, i, j]] * 2.0 ** (e[x, i, j // 32] - 127.0)
     blocks = (codes[..., ::2] | codes[..., 1::2] << 4).astype(np.uint8).reshape(2, 6, 2, 16)
-    tensors = {"e.down_proj_blocks": torch.from_numpy(blocks), "e.down_proj_scales": torch.from_numpy(e.astype(np.uint8))}
+    tensors = {
+        "e.down_proj_blocks": torch.from_numpy(blocks),
+        "e.down_proj_scales": torch.from_numpy(e.astype(np.uint8)),
+    }
     assert_means(decode(tensors, {}, "e.down_proj"), meant)
 
 
@@ -161,7 +170,11 @@ GPTQ_LIES = {  # (first format on disk, symmetric on disk, what the configuratio
     "asymmetric, nothing said": (True, False, {}),
     "asymmetric, called symmetric": (True, False, {"quant_method": "gptq", "sym": True}),
     "second format, called the first": (False, True, {"quant_method": "gptq", "sym": True}),
-    "first format, called the second": (True, True, {"quant_method": "gptq", "sym": True, "checkpoint_format": "gptq_v2"}),
+    "first format, called the second": (
+        True,
+        True,
+        {"quant_method": "gptq", "sym": True, "checkpoint_format": "gptq_v2"},
+    ),
 }
 
 

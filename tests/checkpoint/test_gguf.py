@@ -118,7 +118,9 @@ def test_types_that_python_only_decodes(tmp_path: Path) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    (tmp_path / "config.json").write_text(json.dumps({**model.config.to_dict(), "architectures": ["Qwen3MoeForCausalLM"]}))
+    (tmp_path / "config.json").write_text(
+        json.dumps({**model.config.to_dict(), "architectures": ["Qwen3MoeForCausalLM"]})
+    )
     layer = next(MoEModel.open(tmp_path).layers())
     wanted = torch.from_numpy(gguf.dequantize(blocks, kind).copy())
     assert torch.equal(layer.w_out[:], wanted) and torch.equal(layer.w_in[:], torch.cat([wanted, wanted], 1))

@@ -19,7 +19,9 @@ from ace_moe.errors import CheckpointError
 from ace_moe.loading import load_model
 
 HERE = Path(__file__).parents[1] / "data" / "formats"
-FOLDERS = sorted(f for root in (HERE, os.environ.get("ACE_FORMATS")) if root for f in Path(root).iterdir() if f.is_dir())
+FOLDERS = sorted(
+    f for root in (HERE, os.environ.get("ACE_FORMATS")) if root for f in Path(root).iterdir() if f.is_dir()
+)
 READ = [f for f in FOLDERS if not f.name.startswith("refuse")]
 REFUSED = [f for f in FOLDERS if f.name.startswith("refuse")]
 DECODED, TABLES, ROUNDED = 1e-6, 1e-5, 5e-3  # relative: matrices, tables, weights rounded to bf16 or fp16
@@ -152,7 +154,11 @@ def test_a_model_that_was_loaded_without_its_factors(folder: Path, tmp_path: Pat
 def test_bf16_experts_in_a_quantised_model_are_read_with_a_notice(folder: Path, tmp_path: Path) -> None:
     copy = shutil.copytree(folder, tmp_path / "copy")
     layer = next(MoEModel.open(folder).layers())
-    plain = {f"model.layers.0.mlp.experts.{e}.{p}_proj.weight": matrices(folder, layer, p)[e] for e in range(4) for p in ("gate", "up", "down")}
+    plain = {
+        f"model.layers.0.mlp.experts.{e}.{p}_proj.weight": matrices(folder, layer, p)[e]
+        for e in range(4)
+        for p in ("gate", "up", "down")
+    }
     tensors = {k: t for k, t in load_file(folder / "model.safetensors").items() if ".experts." not in k}
     q = "model.layers.0.self_attn.q_proj.weight"
     tensors |= {**plain, q: tensors[q].to(torch.float8_e4m3fn), f"{q}_scale": torch.ones(1)}

@@ -131,7 +131,11 @@ def test_nothing_is_attached_to_them(case: str) -> None:
 
 def test_torchao_parameters_say_what_they_mean() -> None:
     """Its tensors say they are bf16; the class tells, and can undo it."""
-    kind = type("Float8Tensor", (Tensor,), {"__module__": "torchao.quantization", "dequantize": lambda self: self.as_subclass(Tensor) * 2})
+    kind = type(
+        "Float8Tensor",
+        (Tensor,),
+        {"__module__": "torchao.quantization", "dequantize": lambda self: self.as_subclass(Tensor) * 2},
+    )
 
     def change(block: nn.Module) -> None:
         half = (block.experts.down_proj.detach() / 2).as_subclass(kind)

@@ -69,7 +69,7 @@ DAMAGED: dict[str, tuple[dict[str, Tensor], dict[str, Any]]] = {  # formats with
     "fp8 blocks of another size than the config's": (encode("fp8 block", 32, 64)[0], {"weight_block_size": [48, 48]}),
     "DeepSeek's fp4 with factors of fp8": (other("fp4 of DeepSeek-V4", scale=torch.ones(1, 1).to(torch.float8_e8m0fnu)), {}),
     "sparse": ({"compressed": torch.ones(9), "bitmask": torch.ones(32, 8, dtype=torch.uint8)}, CT),
-    "marlin": ({"weight_packed": torch.ones(4, 64, dtype=torch.int32), "scale_packed": torch.ones(2, 32), "meta": torch.ones(2, 2)}, CT),
+    "marlin": ({"weight_packed": torch.ones(4, 64, dtype=torch.int32), "scale_packed": torch.ones(2, 32)}, CT),
     "gpt-oss blocks without factors": ({"weight_blocks": torch.ones(32, 2, 16, dtype=torch.uint8)}, {"quant_method": "mxfp4"}),
     "plain and packed": (other("int4", weight=torch.ones(32, 64)), CT),
     "plain with factors": ({"weight": torch.ones(32, 64), "weight_scale": torch.ones(32, 1)}, {}),

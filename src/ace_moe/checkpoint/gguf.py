@@ -1,8 +1,8 @@
 """GGUF files as a source: llama.cpp's names and layout, under the names and in the layout the model in memory has.
 
-Experts lie apart by projection: `blk.N.ffn_gate_exps` and `ffn_up_exps` [E, m, d] (or both in `ffn_gate_up_exps`), `ffn_down_exps`
-[E, d, m]. What a norm multiplies by is stored as such: where the model's own module computes 1 + w, w is that less one.
-Blocks are decoded by the `gguf` package, one expert at a time.
+Experts lie apart by projection: `blk.N.ffn_gate_exps` and `ffn_up_exps` [E, m, d] (or both in `ffn_gate_up_exps`),
+`ffn_down_exps` [E, d, m]. What a norm multiplies by is stored as such: where the model's own module computes 1 + w, w is
+that less one. Blocks are decoded by the `gguf` package, one expert at a time.
 """
 
 from __future__ import annotations
@@ -66,7 +66,9 @@ class GgufSource:
 
     def _block(self, site: Site) -> str:
         if not site.key.isdigit():
-            raise CheckpointError(f"{self.path}: {site.path} has no layer number, and GGUF names layers by number alone.")
+            raise CheckpointError(
+                f"{self.path}: {site.path} has no layer number, and GGUF names layers by number alone."
+            )
         return f"blk.{int(site.key)}"
 
     def _keys(self, site: Site, short: str) -> list[str]:
@@ -95,7 +97,9 @@ class GgufSource:
         whole = self._joined(site, made, -1) if short.startswith("experts.") else made[0]
         if short == "norm.weight":
             whole = whole - _offset(site, whole)
-        return self._shaped(name, whole.reshape(self.shapes[name]) if whole.numel() == self.shapes[name].numel() else whole)
+        return self._shaped(
+            name, whole.reshape(self.shapes[name]) if whole.numel() == self.shapes[name].numel() else whole
+        )
 
     def stack(self, name: str) -> Stack:
         return Stack(partial(self._expert, name), self.shapes[name])
@@ -112,7 +116,9 @@ class GgufSource:
     def _matrix(self, site: Site, key: str, expert: int) -> Tensor:
         tensor, scale = self.tensors[key], key.replace(".weight", ".scale")
         values = _decoded(tensor, tensor.data[expert])
-        routers = [self._keys(s, short)[0] for s, short in self.places.values() if s is site and short.startswith("router.")]
+        routers = [
+            self._keys(s, short)[0] for s, short in self.places.values() if s is site and short.startswith("router.")
+        ]
         if scale in self.tensors and scale not in routers:
             values = values * float(self.tensors[scale].data.flatten()[expert])
         return values
@@ -122,7 +128,9 @@ class GgufSource:
         if site.experts.is_concatenated or not site.experts.has_gate:
             return torch.cat(made, dim)
         halves = made if len(made) == 2 else made[0].chunk(2, dim)
-        return torch.stack(tuple(halves), dim + 1 if dim >= 0 else made[0].dim()).flatten(dim, dim + 1 if dim >= 0 else -1)
+        return torch.stack(tuple(halves), dim + 1 if dim >= 0 else made[0].dim()).flatten(
+            dim, dim + 1 if dim >= 0 else -1
+        )
 
     def _shaped(self, name: str, found: Tensor) -> Tensor:
         if found.shape != self.shapes[name]:
@@ -162,7 +170,9 @@ def parts_of(path: Path) -> list[Path]:
     parts = [path.with_name(f"{found[1]}-{n + 1:05}-of-{found[2]}.gguf") for n in range(int(found[2]))]
     missing = [p.name for p in parts if not p.is_file()]
     if missing:
-        raise CheckpointError(f"{path.parent} misses {', '.join(missing[:3])}. Finish the download, then run the command again.")
+        raise CheckpointError(
+            f"{path.parent} misses {', '.join(missing[:3])}. Finish the download, then run the command again."
+        )
     return parts
 
 
@@ -176,7 +186,9 @@ def gguf_of(path: Path) -> Path | None:
     first = [p for p in models if not re.search(r"-\d{5}-of-\d{5}\.gguf$", p.name) or "-00001-of-" in p.name]
     if len(first) > 1:
         names = ", ".join(p.name for p in first[:4])
-        raise CheckpointError(f"{path} holds several GGUF models ({names} …). Name the one you mean: {path / first[0].name}.")
+        raise CheckpointError(
+            f"{path} holds several GGUF models ({names} …). Name the one you mean: {path / first[0].name}."
+        )
     return first[0] if first else None
 
 

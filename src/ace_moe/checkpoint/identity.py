@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from ..plan import Routers, Sample
-from .records import Site
-from .shards import Rows
 from .gguf import GgufSource
 from .memory import ModelSource
+from .records import Site
+from .shards import Rows
 from .source import CheckpointSource
 from .structure import is_registered
 

@@ -67,10 +67,12 @@ class ModelSource:
         """torchao's tensors say they are bf16 and are not; they can tell what they mean."""
         if not type(tensor).__module__.startswith("torchao"):
             raise CheckpointError(
-                f"{name} is a {type(tensor).__name__}, not a plain tensor, and what its numbers mean is not known. Load the model "
-                "without it, or build the plan from the checkpoint."
+                f"{name} is a {type(tensor).__name__}, not a plain tensor, and what its numbers mean is not known. Load the "
+                "model without it, or build the plan from the checkpoint."
             )
-        return Stored(name, f"torchao {type(tensor).__name__}", (name,), lambda t: t.dequantize().float(), tensor.shape[0])
+        return Stored(
+            name, f"torchao {type(tensor).__name__}", (name,), lambda t: t.dequantize().float(), tensor.shape[0]
+        )
 
     def formats(self, names: Iterable[str]) -> set[str]:
         return {self._stored(name).format for name in names}

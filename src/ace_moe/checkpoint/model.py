@@ -18,12 +18,18 @@ from . import identity
 from .gguf import GgufSource, gguf_of
 from .identity import Source
 from .layers import assemble
-from .records import MoELayer, Site
 from .memory import ModelSource
+from .records import MoELayer, Site
 from .source import CheckpointSource
 from .structure import find_sites, hollow_twin, is_registered
 
 NO_WEIGHTS = 2.0  # codes of four bits have an rms of about 3, of eight bits 30 and more; trained experts 0.01 to 0.5
+LOADED = {  # what transformers makes right numbers of, by quant_method
+    "fp8": {"fp8 by block", "fp8 per tensor", "mxfp4"},
+    "mxfp8": {"mxfp8"},
+    "mxfp4": {"mxfp4"},
+    "compressed-tensors": {"fp8 per channel", "fp8 per tensor", "int packed", "mxfp4"},
+}
 WANTED_FILES = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]
 
 
@@ -108,7 +114,9 @@ class MoEModel:
         names, stacks = site.parameter_names(), site.stacks()
         read = self.source.read([name for name in names if name not in stacks])
         for name, tensor in read.items():
-            if not names[name].startswith("experts."):  # the tables notice bad experts; a bad norm would look like no norm
+            if not names[name].startswith(
+                "experts."
+            ):  # the tables notice bad experts; a bad norm would look like no norm
                 _check_finite(site, name, tensor)
         experts = {name: self.source.stack(name) for name in stacks}
         return assemble(site, {names[name]: tensor for name, tensor in {**read, **experts}.items()})
@@ -126,10 +134,24 @@ class MoEModel:
         routers = identity.routers(self.sites, self.source)
         return Fingerprint(self.structure(), routers, identity.experts(self.sites, self.source))
 
-
     def formats(self) -> dict[str, list[str]]:
         """What the experts of each layer are stored in."""
         return {site.key: sorted(self.source.formats(site.stacks())) for site in self.sites}
+
+
+def how_it_runs(moe: MoEModel) -> str:
+    """What transformers makes of a checkpoint's experts, in words."""
+    found = {name for names in moe.formats().values() for name in names}
+    if found == {"plain"}:
+        return "as it is"
+    if all(name.startswith("gguf") for name in found):
+        return "transformers decodes GGUF of the architectures it knows; others from their original"
+    method = moe.source.facts.method if isinstance(moe.source, CheckpointSource) else ""
+    if found <= LOADED.get(method, set()) | {"plain"}:
+        return (
+            "transformers loads this format, and what it loads is checked; --expand decodes it without other libraries"
+        )
+    return "with --expand, which decodes it into an unquantised model; transformers loads it not at all or with other numbers"
 
 
 def check_sizes(fingerprint: Fingerprint) -> None:

@@ -46,7 +46,9 @@ class Site:
 class Stack:
     """Experts' matrices [E, a, b] that are read, and decoded in fp32 where they are packed, when they are asked for."""
 
-    def __init__(self, read: Callable[[int, torch.device], Tensor], shape: torch.Size, device: str | torch.device = "cpu"):
+    def __init__(
+        self, read: Callable[[int, torch.device], Tensor], shape: torch.Size, device: str | torch.device = "cpu"
+    ):
         self.read, self.shape, self.device = read, shape, torch.device(device)
 
     def __getitem__(self, chunk: slice) -> Tensor:

@@ -91,7 +91,9 @@ class CheckpointSource:
             return
         said = f"{self.folder}: config.json says the model is quantised ({self.facts.method or 'unknown method'})"
         if all(stored.format == "plain" for stored in self.stored.values()):
-            example = next((key for s in sites for n in s.stacks() for key, _ in self.recipes.get(n, ())), "the experts")
+            example = next(
+                (key for s in sites for n in s.stacks() for key, _ in self.recipes.get(n, ())), "the experts"
+            )
             raise CheckpointError(
                 f"{said}, but no tensor is: {example} is {self.headers.get(example, 'missing')}. Take quantization_config "
                 "out of config.json if the weights are the original ones; else download the folder again."

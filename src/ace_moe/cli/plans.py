@@ -13,6 +13,7 @@ from .common import (
     AllowOtherWeights,
     AsJson,
     Device,
+    Expand,
     GainName,
     MinActive,
     MinMass,
@@ -88,6 +89,7 @@ def budget(
     again: Annotated[bool, typer.Option(help="Map budgets again that the plan has for this text already.")] = False,
     allow_other_weights: AllowOtherWeights = False,
     device: Device = None,
+    expand: Expand = False,
     as_json: AsJson = False,
 ) -> None:
     """Map budgets to thresholds with one pass over a text, correct them, and write them into the plan.
@@ -110,7 +112,7 @@ def budget(
     show.check_writable(plan)
     check_sizes(window, tokens, batch)
     read_text(text)  # a text that cannot serve is reported before gigabytes are loaded
-    tokenizer, loaded = load_tokenizer(model), load_model(model, device)
+    tokenizer, loaded = load_tokenizer(model), load_model(model, device, expand=expand)
     windows = load_windows(loaded, tokenizer, text, window, tokens)
     had = had.check_model(MoEModel.of(loaded).fingerprint(), allow_other_weights)
     how: dict[str, Any] = {"batch": batch, "correct": correct, "again": again, "judged": fidelity}
@@ -140,6 +142,7 @@ def run(
     max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate.")] = 64,
     allow_other_weights: AllowOtherWeights = False,
     device: Device = None,
+    expand: Expand = False,
     as_json: AsJson = False,
 ) -> None:
     """Generate text with a budget and show the realised ratio."""
@@ -149,7 +152,7 @@ def run(
     check_prompt(prompt, max_new_tokens)
     options = settings(policy, preset, gain, min_active, min_mass)
     ace = ACE.load(plan, skip, allow_other_weights=allow_other_weights, **options)
-    tokenizer, loaded = load_tokenizer(model), load_model(model, device)
+    tokenizer, loaded = load_tokenizer(model), load_model(model, device, expand=expand)
     with ace(loaded):
         text = generate(loaded, tokenizer, prompt, max_new_tokens)
     report = ace.report()
@@ -162,15 +165,21 @@ def run(
     )
 
 
-@app.command(epilog="Examples: ace inspect Qwen/Qwen3-30B-A3B, ace inspect plan.safetensors")
+@app.command(epilog="Examples: ace inspect Qwen/Qwen3-30B-A3B, ace inspect plan.safetensors, ace inspect COPY ORIGINAL")
 def inspect(
     target: Annotated[str, typer.Argument(help="A model or a plan file.", metavar="MODEL|PLAN")],
+    other: Annotated[str | None, typer.Argument(help="Another, such as its original.", metavar="OTHER")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """What is in this model or this plan, and what ACE can do with it."""
+    """What is in this model or this plan, what ACE can do with it, and how far it is from another."""
     from ..checkpoint import MoEModel
     from ..plan import Plan
 
+    if other is not None:
+        from ..tables.copies import compared, plan_of
+
+        pair = compared(plan_of(target), plan_of(other))
+        return print_json(pair) if as_json else show.print_pair(out, pair)
     if Path(target).is_file() or target.endswith(".safetensors"):
         plan = Plan.load(target)
         return print_json(show.plan_json(plan)) if as_json else show.print_plan(out, plan)

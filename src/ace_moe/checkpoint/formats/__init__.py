@@ -55,7 +55,9 @@ def _unpacked_name(key: str, header: Header) -> str:
 def _plain(name: str, key: str, header: Header) -> Stored:
     experts = header.shape[0] if len(header.shape) == 3 else None
     unknown = f"{key} is {header}, and no tensor beside it says in a known way what its numbers mean"
-    return Stored(name, "plain", (key,), experts=experts, problem="" if header.dtype in PLAIN and name == key else unknown)
+    return Stored(
+        name, "plain", (key,), experts=experts, problem="" if header.dtype in PLAIN and name == key else unknown
+    )
 
 
 def _twice(name: str, key: str, headers: Headers) -> Stored:

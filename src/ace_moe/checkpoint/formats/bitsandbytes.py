@@ -68,4 +68,6 @@ def _state(state: Tensor) -> dict:
     try:
         return json.loads(bytes(state.tolist()))
     except ValueError as error:
-        raise CheckpointError(f"A bitsandbytes quant_state is not JSON ({brief(error)}). Download the file again.") from error
+        raise CheckpointError(
+            f"A bitsandbytes quant_state is not JSON ({brief(error)}). Download the file again."
+        ) from error

@@ -33,7 +33,9 @@ def find(key: str, headers: Headers, facts: Facts) -> Stored | None:
         return None
     *rows, k = _shape(weight)
     if headers[scale].shape != (*rows, k // group) or k % group:
-        return unreadable(name, key, weight, f"with {scale} {headers[scale]}, not a factor for each {group} of {[*rows, k]}")
+        return unreadable(
+            name, key, weight, f"with {scale} {headers[scale]}, not a factor for each {group} of {[*rows, k]}"
+        )
     stack = rows[0] if len(rows) == 2 else None
     return _mx(name, key, scale, stack) if group == 32 else _nv(name, key, scale, stack, headers, facts)
 
@@ -57,10 +59,14 @@ def _nv(name: str, key: str, scale: str, stack: int | None, headers: Headers, fa
     multiplies = beside(name, headers, "weight_scale_2")
     whole = divides or multiplies
     if whole is None or (divides and multiplies):
-        return unreadable(name, key, headers[key], "in NVFP4 without one factor for the whole tensor (weight_global_scale)")
+        return unreadable(
+            name, key, headers[key], "in NVFP4 without one factor for the whole tensor (weight_global_scale)"
+        )
     count = math.prod(headers[whole].shape)
     if count not in (1, stack or 1) or headers[whole].dtype != "F32":
-        return unreadable(name, key, headers[key], f"with {whole} {headers[whole]}, not one fp32 number for each matrix")
+        return unreadable(
+            name, key, headers[key], f"with {whole} {headers[whole]}, not one fp32 number for each matrix"
+        )
     decode = partial(_nv_decode, divides=divides is not None)
     return Stored(name, "nvfp4", (key, scale, whole), decode, stack, frozenset({whole} if count == 1 else ()))
 

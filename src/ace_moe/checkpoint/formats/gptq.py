@@ -42,11 +42,15 @@ def find(key: str, headers: Headers, facts: Facts) -> Stored | None:
         return Stored(name, "awq", keys, _awq)
     bits = next((b for b in ONE if n * b == 32 * zeros.shape[1]), None)
     if weight.shape[1] != n or bits is None:
-        return unreadable(name, key, weight, f"with qzeros {zeros} and scales {scales}: neither GPTQ of 2, 4 or 8 bit nor AWQ")
+        return unreadable(
+            name, key, weight, f"with qzeros {zeros} and scales {scales}: neither GPTQ of 2, 4 or 8 bit nor AWQ"
+        )
     k = weight.shape[0] * 32 // bits
     if g_idx is None and k % groups and -(-k // _group_size(facts)) != groups:
         return unreadable(name, key, weight, f"with scales {scales}: {k} columns are not {groups} groups")
-    decode = partial(_gptq, bits=bits, first=_first(facts), symmetric=facts.config.get("sym"), size=_group_size(facts), key=key)
+    decode = partial(
+        _gptq, bits=bits, first=_first(facts), symmetric=facts.config.get("sym"), size=_group_size(facts), key=key
+    )
     return Stored(name, f"gptq {bits} bit", keys if g_idx is None else (*keys, f"{stem}g_idx"), decode)
 
 
@@ -82,7 +86,9 @@ def _gptq(
     else:
         groups = g_idx.long()
         if groups.shape != (k,) or int(groups.min()) < 0 or int(groups.max()) >= count:
-            raise CheckpointError(f"{key}: its g_idx names groups that are not there. The file is damaged; download it again.")
+            raise CheckpointError(
+                f"{key}: its g_idx names groups that are not there. The file is damaged; download it again."
+            )
     zeros = unpacked(_second(qzeros, bits, first, symmetric, key), bits).float()
     return ((values - zeros[groups]) * scales.float()[groups]).mT
 

@@ -86,8 +86,12 @@ def _groups(g_idx: Tensor | None, k: int, count: int, key: str, device: torch.de
     """The group of each column [k]."""
     if g_idx is not None and not (g_idx < 0).any():
         if g_idx.shape != (k,) or int(g_idx.max()) >= count:
-            raise CheckpointError(f"{key}: its g_idx names groups that are not there. The file is damaged; download it again.")
+            raise CheckpointError(
+                f"{key}: its g_idx names groups that are not there. The file is damaged; download it again."
+            )
         return g_idx.long()
     if count > 1 and k % count:
-        raise CheckpointError(f"{key}: {k} columns are not {count} groups of one size. Give the unquantised checkpoint.")
+        raise CheckpointError(
+            f"{key}: {k} columns are not {count} groups of one size. Give the unquantised checkpoint."
+        )
     return torch.arange(k, device=device) // (k // count)

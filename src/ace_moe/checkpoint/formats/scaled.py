@@ -38,7 +38,9 @@ def find(key: str, headers: Headers, facts: Facts) -> Stored | None:
         return None
     sharing = _sharing(key, weight.shape, factors.shape, facts)
     if sharing is None:
-        return unreadable(key, key, weight, f"with {scale} {factors}: how many rows and columns share a factor is unclear")
+        return unreadable(
+            key, key, weight, f"with {scale} {factors}: how many rows and columns share a factor is unclear"
+        )
     zero = beside(key, headers, "weight_zero_point")
     keys = (key, scale) if zero is None else (key, scale, zero)
     stacked, each = len(weight.shape) == 3, math.prod(factors.shape) > 1

@@ -38,7 +38,9 @@ def find(key: str, headers: Headers, facts: Facts) -> Stored | None:
     stack = weight.shape[0] if len(weight.shape) == 3 else None
     if stack and block[0] != 1:
         return unreadable(name, key, weight, "of torchao with factors that experts share")
-    return Stored(name, f"torchao {'int8' if kind == 'Int8Tensor' else 'fp8'}", keys, partial(_decode, block=block[-2:]), stack)
+    return Stored(
+        name, f"torchao {'int8' if kind == 'Int8Tensor' else 'fp8'}", keys, partial(_decode, block=block[-2:]), stack
+    )
 
 
 def _decode(data: Tensor, scale: Tensor, zero: Tensor | None = None, *, block: list[int]) -> Tensor:
