@@ -22,17 +22,24 @@ SAMPLED = 8  # rows of each matrix of an expert
 Source = CheckpointSource | ModelSource | GgufSource
 
 
-def routers(sites: Iterable[Site], source: Source) -> Routers:
+Rowed = tuple[str, dict[str, Tensor]]  # a layer's key, and its router's parameters as bf16 by full name
+
+
+def routers(layers: Iterable[Rowed]) -> Routers:
     """Over all router rows as bf16: tells weights apart without reading the experts."""
     exact, coarse = hashlib.sha256(), hashlib.sha256()
-    for site in sites:
-        names = [n for n, short in site.parameter_names().items() if short.startswith("router.")]
-        for name, tensor in sorted(source.read(names).items()):
-            label, rows = f"{site.key}:{name.rpartition('.')[2]}:".encode(), _halved(tensor)
+    for key, parameters in layers:
+        for name, rows in sorted(parameters.items()):
+            label = f"{key}:{name.rpartition('.')[2]}:".encode()
             for digest, values in ((exact, rows), (coarse, _coarse(rows))):
                 digest.update(label)
                 digest.update(_bytes(values))
     return Routers(exact.hexdigest(), coarse.hexdigest())
+
+
+def router_of(site: Site, source: Source) -> dict[str, Tensor]:
+    names = [n for n, short in site.parameter_names().items() if short.startswith("router.")]
+    return {name: _halved(tensor) for name, tensor in source.read(names).items()}
 
 
 def experts(sites: Iterable[Site], source: Source) -> dict[str, Sample]:

@@ -13,9 +13,10 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from ..errors import AceError, CheckpointError, brief
 from ..files import expand
-from ..plan import Fingerprint
+from ..plan import Fingerprint, Routers
 from . import identity
 from .gguf import GgufSource, gguf_of
+from .hub import Repository, StreamedSource
 from .identity import Source
 from .layers import assemble
 from .memory import ModelSource
@@ -84,8 +85,12 @@ class MoEModel:
         source.check(self.sites)
 
     @classmethod
-    def open(cls, model: str | Path) -> MoEModel:
-        """A checkpoint: nothing but its configuration and its file headers is read yet."""
+    def open(cls, model: str | Path, repository: Repository | None = None) -> MoEModel:
+        """A checkpoint: nothing but its configuration and its file headers is read yet. Of a `repository` of the hub no more
+        is fetched than a layer's shards, when the layer is read."""
+        if repository is not None:
+            twin = _twin(repository.folder, load_config(repository.folder))
+            return cls(repository.name.rpartition("/")[2], twin, StreamedSource(repository, twin))
         path = resolve(model)
         gguf = gguf_of(path)
         folder = path if gguf is None else gguf.parent
@@ -112,6 +117,8 @@ class MoEModel:
     def layer(self, site: Site) -> MoELayer:
         """Norm and router are read; experts are read when they are asked for, a few at a time."""
         names, stacks = site.parameter_names(), site.stacks()
+        if isinstance(self.source, StreamedSource):
+            self.source.prepare(site)
         read = self.source.read([name for name in names if name not in stacks])
         for name, tensor in read.items():
             if not names[name].startswith(
@@ -127,12 +134,14 @@ class MoEModel:
 
     def content(self) -> str:
         """sha256 over all router rows as bf16: the short name of these weights."""
-        return identity.routers(self.sites, self.source).exact
+        return self._routers().exact
 
     def fingerprint(self) -> Fingerprint:
         """Reads router rows and a few rows of the experts, nothing else."""
-        routers = identity.routers(self.sites, self.source)
-        return Fingerprint(self.structure(), routers, identity.experts(self.sites, self.source))
+        return Fingerprint(self.structure(), self._routers(), identity.experts(self.sites, self.source))
+
+    def _routers(self) -> Routers:
+        return identity.routers((site.key, identity.router_of(site, self.source)) for site in self.sites)
 
     def formats(self) -> dict[str, list[str]]:
         """What the experts of each layer are stored in."""

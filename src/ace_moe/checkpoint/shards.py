@@ -18,7 +18,7 @@ from ..errors import CheckpointError, brief
 from .formats import Header
 
 Rows = Callable[[str, int, range], Tensor | None]  # (stacked parameter [E, a, b], expert, rows) → [rows, b]
-Part = tuple[Any, tuple[int, ...]]  # a slice of a file, and the index in front of its rows
+Part = tuple[Any, tuple[int, ...], tuple[int, ...]]  # a slice of a file, its shape, and the index in front of its rows
 
 
 class Shards:
@@ -54,7 +54,7 @@ def _slice(handle: safe_open, key: str) -> Any:
 
 def stacked_rows(parts: Sequence[Part], shape: tuple[int, ...], wanted: range) -> Tensor | None:
     """Rows of a matrix [a, b] whose parts lie above each other; None if they do not make up such a matrix."""
-    sizes = [tuple(part.get_shape())[len(index) :] for part, index in parts]
+    sizes = [size[len(index) :] for _, size, index in parts]
     if (
         not sizes
         or any(len(size) != 2 or size[1] != shape[1] for size in sizes)
@@ -65,7 +65,7 @@ def stacked_rows(parts: Sequence[Part], shape: tuple[int, ...], wanted: range) -
 
     def row(number: int) -> Tensor:
         place = bisect_right(starts, number) - 1
-        part, index = parts[place]
+        part, _, index = parts[place]
         where = (*index, number - starts[place])
         return part[where]
 

@@ -25,10 +25,10 @@ from transformers.core_model_loading import (
 )
 
 from ..errors import CheckpointError
-from .formats import Get, strays, understand
+from .formats import Get, Header, Stored, strays, understand
 from .quantisation import quantisation
 from .records import Site, Stack
-from .shards import Rows, Shards, locate, read_headers, stacked_rows
+from .shards import Part, Rows, Shards, locate, read_headers, stacked_rows
 
 Recipe = list[tuple[str, str | None]]  # (name on disk, converter pattern or None) that make one parameter
 Parts = Callable[[int], list[str]]  # expert → names on disk of the matrices that lie above each other in its matrix
@@ -45,14 +45,20 @@ class CheckpointSource:
 
     def __init__(self, folder: Path, twin: PreTrainedModel):
         self.folder, self.twin = folder, twin
-        self.files = locate(folder)
-        headers, metadata = read_headers(self.files)
+        headers, metadata = self._headers()
         self.headers, self.facts = headers, quantisation(folder, twin.config, metadata)
         self.stored = understand(headers, self.facts)
         self.shapes = {name: tensor.shape for name, tensor in twin.state_dict().items()}
         mapping = get_model_conversion_mapping(twin)
         self.converters = {p: c for c in mapping if isinstance(c, WeightConverter) for p in c.source_patterns}
         self.recipes = self._match([m for m in mapping if isinstance(m, WeightRenaming)])
+
+    def _headers(self) -> tuple[dict[str, Header], dict[str, str]]:
+        self.files = locate(self.folder)
+        return read_headers(self.files)
+
+    def _open(self) -> Shards:
+        return Shards(self.files)
 
     def _match(self, renamings: list[WeightRenaming]) -> dict[str, Recipe]:
         model, wanted = self.twin, self.twin.state_dict()
@@ -121,7 +127,7 @@ class CheckpointSource:
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
         """The named parameters; a name that the checkpoint lacks is an error."""
         out: dict[str, Tensor] = {}
-        with Shards(self.files) as shards:
+        with self._open() as shards:
             for name in names:
                 if name not in out:
                     out |= self._build(name, lambda key: self.stored[key].read(shards.slice))
@@ -173,7 +179,7 @@ class CheckpointSource:
         parts = self._parts(name)
         if parts is None:
             return self.read([name])[name]
-        shards = Shards(self.files)  # open for as long as the stack is kept
+        shards = self._open()  # open for as long as the stack is kept
         return Stack(partial(self._expert, shards.slice, name, parts), self.shapes[name])
 
     def _expert(self, get: Get, name: str, parts: Parts, expert: int, device: torch.device | None = None) -> Tensor:
@@ -214,7 +220,7 @@ class CheckpointSource:
     @contextmanager
     def rows(self) -> Iterator[Rows]:
         """A reader of single rows of stacked experts in the model's layout; None where the files do not have them so."""
-        with Shards(self.files) as shards:
+        with self._open() as shards:
             yield lambda name, expert, wanted: self._rows(shards, name, expert, wanted)
 
     def _rows(self, shards: Shards, name: str, expert: int, wanted: range) -> Tensor | None:
@@ -225,5 +231,8 @@ class CheckpointSource:
         if self._turns(name) or any(s.format != "plain" for s in stored):
             whole = self._expert(shards.slice, name, parts, expert)
             return whole[wanted.start : wanted.stop : wanted.step]
-        slices = [(shards.slice(s.keys[0]), () if s.experts is None else (expert,)) for s in stored]
-        return stacked_rows(slices, tuple(self.shapes[name][1:]), wanted)
+        return stacked_rows([self._row_part(shards, s, expert) for s in stored], tuple(self.shapes[name][1:]), wanted)
+
+    def _row_part(self, shards: Shards, stored: Stored, expert: int) -> Part:
+        key = stored.keys[0]
+        return shards.slice(key), self.headers[key].shape, () if stored.experts is None else (expert,)
