@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -96,6 +97,11 @@ def test_published_layouts_from_tables_to_a_running_model(family: str, tmp_path:
     with ace(model):
         assert torch.isfinite(model(torch.arange(5, 17)[None], use_cache=False).logits).all()
     assert 0 < ace.realised < 1
+
+
+def test_the_page_lists_what_is_checked() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "formats.md").read_text()
+    assert dict(re.findall(r"^\| (\w+) \| ([^|]+) \|$", page.rpartition("| family |")[2], flags=re.M)) == PUBLISHED
 
 
 def test_kimi_layout(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from ..errors import PlanError
 from ..files import replace_whole
 from ..plan import Fingerprint, Plan, Sample
 from . import tables
+from .build import whole_tables
 
 
 @dataclass(frozen=True)
@@ -114,8 +115,6 @@ class Parts:
 
 
 def assembled(parts: Sequence[Part], fingerprint: Fingerprint, name: str) -> Plan:
-    from .build import whole_tables
-
     undefined: dict[str, str] = {}
     for part in parts:
         undefined = part.undefined | undefined
