@@ -45,7 +45,9 @@ class ModelSource:
                     f"{site.path} is {name}: its weights belong to another library's kernels, which neither tables nor skipping "
                     f"reach. Load the model with {how}, or with load_model(…, expand=True)."
                 )
-            for parameter in site.parameter_names():
+            for parameter in (
+                self.tensors.keys() & site.parameter_names().keys()
+            ):  # adapters hide some under other names
                 self._stored(parameter)
 
     def _stored(self, name: str) -> Stored:
