@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from .checkpoint import resolve
 from .checkpoint.expansion import check_loaded, expand_model, is_packed
@@ -32,12 +32,14 @@ def load_model(
     config = load_config(folder, gguf)
     packed = gguf is None and is_packed(folder)  # a missing shard is reported before gigabytes are read
     hint = " Or decode it with --expand (expand=True), which needs no other library." if packed and not expand else ""
+    causal = type(config) in AutoModelForCausalLM._model_mapping
+    cls = AutoModelForCausalLM if causal else model_class(config)
+    how: dict[str, Any] = {"use_safetensors": True} if gguf is None else {"gguf_file": gguf.name}
     try:
         if expand and gguf is None:
-            loaded, report = expand_model(_class(config), folder, config, dtype)
+            loaded, report = expand_model(folder, config, dtype)
         else:
-            how = {"use_safetensors": True} if gguf is None else {"gguf_file": gguf.name}
-            loaded, report = _class(config).from_pretrained(folder, dtype=dtype, output_loading_info=True, **how)
+            loaded, report = cls.from_pretrained(folder, dtype=dtype, output_loading_info=True, **how)
         loaded = loaded.to(device).eval()
     except AceError:
         raise
@@ -55,11 +57,6 @@ def load_model(
     if packed:
         check_loaded(loaded, folder)
     return loaded
-
-
-def _class(config: PretrainedConfig) -> type[PreTrainedModel]:
-    mapping = AutoModelForCausalLM._model_mapping
-    return mapping[type(config)] if type(config) in mapping else model_class(config)
 
 
 def check_device(device: str) -> None:

@@ -43,7 +43,7 @@ def assert_means(found: Tensor, meant: np.ndarray) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize(("n", "k"), [(32, 64), (64, 64), (96, 32)])
+@pytest.mark.parametrize(("n", "k"), [(64, 64), (96, 32)])
 def test_a_linear_layer(case: str, n: int, k: int) -> None:
     tensors, meant = encode(case, n, k, seed=n + k)
     named = {f"x.{part}": t for part, t in tensors.items()}

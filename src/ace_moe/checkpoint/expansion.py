@@ -9,15 +9,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from ..errors import AceError, CheckpointError
 from .formats import PLAIN, Stored
 from .identity import distance
 from .model import MoEModel
-from .shards import Shards, locate, read_headers
-from .source import CheckpointSource
-from .structure import hollow_twin
+from .shards import Shards, read_headers
+from .source import CheckpointSource, locate
+from .structure import hollow_twin, model_class
 
 ROUNDED = 0.01  # bf16 rounds by 0.002, fp16 loses small weights
 
@@ -33,10 +33,10 @@ class Decoded:
         return self.stored.read(self.shards.slice)
 
 
-def expand_model(
-    cls: type[PreTrainedModel], folder: Path, config: PretrainedConfig, dtype: str
-) -> tuple[PreTrainedModel, dict[str, Any]]:
+def expand_model(folder: Path, config: PretrainedConfig, dtype: str) -> tuple[PreTrainedModel, dict[str, Any]]:
     """The model in its configuration's precision, and transformers' report of what it found."""
+    causal = AutoModelForCausalLM._model_mapping
+    cls = causal[type(config)] if type(config) in causal else model_class(config)
     source = CheckpointSource(folder, hollow_twin(config, cls))
     source.check_all()
     _unquantised(config)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -99,38 +98,3 @@ def open_shard(path: Path) -> safe_open:
 
 def _unreadable(path: Path, error: Exception) -> CheckpointError:
     return CheckpointError(f"{path} cannot be read ({brief(error)}). It is truncated or damaged; download it again.")
-
-
-def locate(folder: Path) -> dict[str, Path]:
-    """Tensor name → file that holds it, for a single file or a sharded checkpoint."""
-    index = folder / "model.safetensors.index.json"
-    if index.exists():
-        return _from_index(folder, index)
-    shards = sorted(folder.glob("*.safetensors"))
-    if not shards:
-        raise CheckpointError(
-            f"{folder} holds no .safetensors file. ACE reads safetensors checkpoints; convert others with "
-            "`model.save_pretrained(folder)`, which never needs pickle again."
-        )
-    return {key: shard for shard in shards for key in keys_of(shard)}
-
-
-def _from_index(folder: Path, index: Path) -> dict[str, Path]:
-    try:
-        entries: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        missing = sorted({file for file in entries.values() if not (folder / file).is_file()})
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(
-            f"{index} is not a safetensors index ({type(error).__name__}: {brief(error)}). It is damaged; download it again."
-        ) from error
-    if missing:
-        raise CheckpointError(
-            f"{folder} misses {len(missing)} of {len(set(entries.values()))} shards: {', '.join(missing[:3])}"
-            f"{' …' if len(missing) > 3 else ''}. Finish the download, then run the command again."
-        )
-    return {key: folder / file for key, file in entries.items()}
-
-
-def keys_of(shard: Path) -> list[str]:
-    with open_shard(shard) as handle:
-        return list(handle.keys())

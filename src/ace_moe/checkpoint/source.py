@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -24,11 +25,11 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, brief
 from .formats import Get, Header, Stored, strays, understand
 from .quantisation import quantisation
 from .records import Site, Stack
-from .shards import Part, Rows, Shards, locate, read_headers, stacked_rows
+from .shards import Part, Rows, Shards, open_shard, read_headers, stacked_rows
 
 Recipe = list[tuple[str, str | None]]  # (name on disk, converter pattern or None) that make one parameter
 Parts = Callable[[int], list[str]]  # expert → names on disk of the matrices that lie above each other in its matrix
@@ -149,7 +150,7 @@ class CheckpointSource:
             return {name: get(recipe[0][0])}
         converter = deepcopy(self.converters[recipe[0][1]])
         for key, pattern in recipe:
-            converter.add_tensor(name, key, pattern, partial(get, key))
+            converter.add_tensor(name, key, pattern, lambda key=key: get(key))
         made = converter.convert(name, model=self.twin, config=self.twin.config)
         made = {k: v[0] if isinstance(v, list) else v for k, v in made.items()}
         if name not in made:
@@ -236,3 +237,38 @@ class CheckpointSource:
     def _row_part(self, shards: Shards, stored: Stored, expert: int) -> Part:
         key = stored.keys[0]
         return shards.slice(key), self.headers[key].shape, () if stored.experts is None else (expert,)
+
+
+def locate(folder: Path) -> dict[str, Path]:
+    """Tensor name → file that holds it, for a single file or a sharded checkpoint."""
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        return _from_index(folder, index)
+    shards = sorted(folder.glob("*.safetensors"))
+    if not shards:
+        raise CheckpointError(
+            f"{folder} holds no .safetensors file. ACE reads safetensors checkpoints; convert others with "
+            "`model.save_pretrained(folder)`, which never needs pickle again."
+        )
+    return {key: shard for shard in shards for key in keys_of(shard)}
+
+
+def _from_index(folder: Path, index: Path) -> dict[str, Path]:
+    try:
+        entries: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        missing = sorted({file for file in entries.values() if not (folder / file).is_file()})
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(
+            f"{index} is not a safetensors index ({type(error).__name__}: {brief(error)}). It is damaged; download it again."
+        ) from error
+    if missing:
+        raise CheckpointError(
+            f"{folder} misses {len(missing)} of {len(set(entries.values()))} shards: {', '.join(missing[:3])}"
+            f"{' …' if len(missing) > 3 else ''}. Finish the download, then run the command again."
+        )
+    return {key: folder / file for key, file in entries.items()}
+
+
+def keys_of(shard: Path) -> list[str]:
+    with open_shard(shard) as handle:
+        return list(handle.keys())

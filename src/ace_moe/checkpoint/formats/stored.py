@@ -30,6 +30,7 @@ class Facts:
 
     config: Mapping[str, Any] = field(default_factory=dict)
     metadata: Mapping[str, str] = field(default_factory=dict)
+    _found: dict[str, list[Any]] = field(default_factory=dict)
 
     @property
     def method(self) -> str:
@@ -37,7 +38,9 @@ class Facts:
 
     def all(self, name: str) -> list[Any]:
         """Every value under this name, at any depth: mixed checkpoints have one for each group of modules."""
-        return _values(self.config, name)
+        if name not in self._found:  # asked for each of a hundred thousand tensors
+            self._found[name] = _values(self.config, name)
+        return self._found[name]
 
 
 def _values(found: Any, name: str) -> list[Any]:
