@@ -37,7 +37,7 @@ def find(key: str, headers: Headers, facts: Facts) -> Stored | None:
     keys = (key, f"{stem}qzeros", f"{stem}scales")
     n, groups = scales.shape[1], scales.shape[0]
     if 8 * weight.shape[1] == n == 8 * zeros.shape[1] and g_idx is None and weight.shape[0] % groups == 0:
-        if facts.config.get("version", "gemm") != "gemm":
+        if str(facts.config.get("version", "gemm")).lower() != "gemm":
             return unreadable(name, key, weight, f"of AWQ version {facts.config['version']}, which is not read")
         return Stored(name, "awq", keys, _awq)
     bits = next((b for b in ONE if n * b == 32 * zeros.shape[1]), None)
