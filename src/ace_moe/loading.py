@@ -9,36 +9,53 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from .checkpoint import resolve
+from .checkpoint.expansion import check_loaded, expand_model, is_packed
+from .checkpoint.gguf import gguf_of
 from .checkpoint.model import load_config
-from .checkpoint.source import locate
 from .checkpoint.structure import model_class
-from .errors import CheckpointError, DeviceError, OptionError, TextError, brief
+from .errors import AceError, CheckpointError, DeviceError, OptionError, TextError, brief
 from .text import Windows, cut, encode, read_text
 
 
-def load_model(model: str | Path, device: str | None = None, dtype: str = "auto") -> PreTrainedModel:
-    """The model in its own precision on one device (the GPU if there is one)."""
+def load_model(
+    model: str | Path, device: str | None = None, dtype: str = "auto", expand: bool = False
+) -> PreTrainedModel:
+    """The model in its own precision on one device (the GPU if there is one).
+
+    `expand` decodes a quantised checkpoint into an unquantised model, also of formats that transformers does not load.
+    """
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     check_device(device)
-    folder = resolve(model)
-    config = load_config(folder)
-    locate(folder)  # a missing shard is reported before gigabytes are read
+    path = resolve(model)
+    gguf = gguf_of(path)
+    folder = path if gguf is None else gguf.parent
+    config = load_config(folder, gguf)
+    packed = gguf is None and is_packed(folder)  # a missing shard is reported before gigabytes are read
+    hint = " Or decode it with --expand (expand=True), which needs no other library." if packed and not expand else ""
     causal = type(config) in AutoModelForCausalLM._model_mapping
     cls = AutoModelForCausalLM if causal else model_class(config)
+    how: dict[str, Any] = {"use_safetensors": True} if gguf is None else {"gguf_file": gguf.name}
     try:
-        loaded, report = cls.from_pretrained(folder, dtype=dtype, use_safetensors=True, output_loading_info=True)
+        if expand and gguf is None:
+            loaded, report = expand_model(folder, config, dtype)
+        else:
+            loaded, report = cls.from_pretrained(folder, dtype=dtype, output_loading_info=True, **how)
         loaded = loaded.to(device).eval()
+    except AceError:
+        raise
     except Exception as error:  # readers, converters and quantisers of many libraries run here
         raise CheckpointError(
             f"{model} could not be loaded ({brief(error)}). If a file is damaged, download it again; if a library is "
-            "missing, install it; if memory ran out, choose another --device."
+            f"missing, install it; if memory ran out, choose another --device.{hint}"
         ) from error
     missing = sorted(report["missing_keys"])
     if missing:  # transformers would run on with random numbers there
         raise CheckpointError(
             f"{model} has no tensor for {missing[0]}{f' and {len(missing) - 1} more' if missing[1:] else ''}. A shard is "
-            "missing or the files are of another model; check the folder against its index, or download it again."
+            f"missing or the files are of another model; check the folder against its index, or download it again.{hint}"
         )
+    if packed:
+        check_loaded(loaded, folder)
     return loaded
 
 

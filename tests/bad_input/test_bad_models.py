@@ -21,9 +21,11 @@ def test_dense_model(command: str, originals: Path, plan: Path, refuse: Refuse) 
 
 
 @pytest.mark.parametrize("method", ["aqlm", "nonsense"])
-def test_quantised_format_that_is_not_read(method: str, single: Path, plan: Path, refuse: Refuse) -> None:
+def test_configuration_of_a_format_that_the_files_are_not_in(
+    method: str, single: Path, plan: Path, refuse: Refuse
+) -> None:
     edit_config(single, quantization_config={"quant_method": method, "bits": 4})
-    says = (method, "quantised", "Build the plan from the unquantised checkpoint", "allow_other_weights")
+    says = (method, "says the model is quantised", "no tensor is: model.layers.0.mlp.experts.0.", "download the folder")
     refuse("tables", single, "-o", plan, says=says)
 
 

@@ -17,7 +17,7 @@ import zoo
 from ace_moe import ACE, build_plan
 from ace_moe.checkpoint import MoEModel
 from ace_moe.demo import MODEL
-from ace_moe.errors import PlanError
+from ace_moe.errors import CheckpointError, PlanError
 from ace_moe.loading import load_model
 from ace_moe.plan import Fingerprint, Plan, Routers, Sample
 
@@ -142,14 +142,14 @@ def test_experts_a_hundred_times_larger_are_noticed(tmp_path: Path) -> None:
             assert plan.check_model(moe.fingerprint()) is plan
 
 
-def test_packed_experts_are_left_out() -> None:
-    """Bytes that are no weights are not compared with weights; the routers still tell who it is."""
+def test_codes_without_factors_are_nobody() -> None:
+    """Bytes that are no weights are not compared with weights: the model is refused by the tensor's name."""
     model = zoo.build("qwen3_moe")
     site = MoEModel.of(model).sites[-1]
     experts = model.get_submodule(site.path)
     experts.down_proj = torch.nn.Parameter(experts.down_proj.detach().to(torch.float8_e4m3fn), requires_grad=False)
-    found = MoEModel.of(model).fingerprint()
-    assert set(found.experts) == set(found.structure) - {site.key}
+    with pytest.raises(CheckpointError, match=r"experts\.down_proj is F8_E4M3"):
+        MoEModel.of(model)
 
 
 def test_experts_without_a_number_are_left_out() -> None:

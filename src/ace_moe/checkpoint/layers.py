@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -10,23 +10,24 @@ from torch.func import functional_call
 
 from ..errors import StructureError
 from . import measure
-from .records import MoELayer, Site
+from .records import MoELayer, Site, Stack
 from .structure import is_registered
 
 NEGLIGIBLE = 1e-6  # a norm component this small against the largest carries no routing direction
 
 
-def assemble(site: Site, tensors: dict[str, Tensor]) -> MoELayer:
-    """`tensors` by the site's short names ("experts.down_proj", "norm.weight", "router.weight" …)."""
+def assemble(site: Site, given: Mapping[str, Tensor | Stack]) -> MoELayer:
+    """`given` by the site's short names ("experts.down_proj", "norm.weight", "router.weight" …)."""
     module = site.experts
     if not is_registered(module):
         raise StructureError(
             f"{site.path} ({type(module).__name__}) is not served by transformers' experts registry, so its layout is "
             "unknown and no table can be computed. Skipping by gates alone (policy 'share') may still work."
         )
+    tensors = {name: t for name, t in given.items() if isinstance(t, Tensor)}
     experts = _part(tensors, "experts")
     gated, transposed = bool(module.has_gate), bool(module.is_transposed)
-    w_in = experts["gate_up_proj" if gated else "up_proj"]
+    w_in = given["experts.gate_up_proj" if gated else "experts.up_proj"]
     d = w_in.shape[1 if transposed else 2]
     scale, rows, undefined = _norm_and_router(site, tensors, d)
     return MoELayer(
@@ -34,7 +35,7 @@ def assemble(site: Site, tensors: dict[str, Tensor]) -> MoELayer:
         path=site.path,
         top_k=site.top_k,
         w_in=w_in,
-        w_out=experts["down_proj"],
+        w_out=given["experts.down_proj"],
         b_in=experts.get("gate_up_proj_bias" if gated else "up_proj_bias"),
         b_out=experts.get("down_proj_bias"),
         gated=gated,

@@ -13,19 +13,32 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from ..errors import AceError, CheckpointError, brief
 from ..files import expand
-from ..plan import Fingerprint
+from ..plan import Fingerprint, Routers
 from . import identity
+from .gguf import GgufSource, gguf_of
+from .hub import Repository, StreamedSource
+from .identity import Source
 from .layers import assemble
+from .memory import ModelSource
 from .records import MoELayer, Site
-from .source import CheckpointSource, ModelSource
+from .source import CheckpointSource
 from .structure import find_sites, hollow_twin, is_registered
 
+NO_WEIGHTS = 2.0  # codes of four bits have an rms of about 3, of eight bits 30 and more; trained experts 0.01 to 0.5
+LOADED = {  # what transformers makes right numbers of, by quant_method
+    "fp8": {"fp8 by block", "fp8 per tensor", "mxfp4"},
+    "mxfp8": {"mxfp8"},
+    "mxfp4": {"mxfp4"},
+    "compressed-tensors": {"fp8 per channel", "fp8 per tensor", "int packed", "mxfp4"},
+}
 WANTED_FILES = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]
 
 
 def resolve(model: str | Path) -> Path:
     """A folder stays itself; anything else is a hub repository, downloaded without code and without pickles."""
     path = expand(model)
+    if os.path.isfile(path) and path.suffix == ".gguf":
+        return path
     if os.path.isdir(path):  # unlike Path's, these take a name the file system refuses for one that is not there
         return path
     if os.path.exists(path) or str(model).count("/") != 1 or str(model).startswith((".", "/", "~")):
@@ -39,9 +52,11 @@ def resolve(model: str | Path) -> Path:
         ) from error
 
 
-def load_config(folder: Path) -> PretrainedConfig:
+def load_config(folder: Path, gguf: Path | None = None) -> PretrainedConfig:
+    """Of the folder's config.json; a GGUF file without one beside it may be of a kind that transformers rebuilds one for."""
+    own = gguf is not None and not (folder / "config.json").is_file()
     try:
-        return AutoConfig.from_pretrained(folder)
+        return AutoConfig.from_pretrained(folder, **({"gguf_file": gguf.name} if own and gguf else {}))
     except Exception as error:  # a damaged configuration raises whatever its class raises
         raise CheckpointError(
             f"{folder} has no usable config.json ({brief(error)}). The folder must be a transformers "
@@ -64,18 +79,26 @@ def _twin(folder: Path, config: PretrainedConfig) -> PreTrainedModel:
 class MoEModel:
     """The MoE layers of a checkpoint or of a loaded model."""
 
-    def __init__(self, name: str, twin: PreTrainedModel, source: CheckpointSource | ModelSource):
+    def __init__(self, name: str, twin: PreTrainedModel, source: Source):
         self.name, self.source, self.architecture = name, source, type(twin).__name__
         self.sites, self.not_covered = find_sites(twin)
+        source.check(self.sites)
 
     @classmethod
-    def open(cls, model: str | Path) -> MoEModel:
-        """A checkpoint: nothing but its configuration and its file headers is read yet."""
-        folder = resolve(model)
-        config = load_config(folder)
-        _refuse_quantised(folder, config)
-        twin = _twin(folder, config)
-        return cls(folder.resolve().name, twin, CheckpointSource(folder, twin))
+    def open(cls, model: str | Path, repository: Repository | None = None) -> MoEModel:
+        """A checkpoint: nothing but its configuration and its file headers is read yet. Of a `repository` of the hub no more
+        is fetched than a layer's shards, when the layer is read."""
+        if repository is not None:
+            twin = _twin(repository.folder, load_config(repository.folder))
+            return cls(repository.name.rpartition("/")[2], twin, StreamedSource(repository, twin))
+        path = resolve(model)
+        gguf = gguf_of(path)
+        folder = path if gguf is None else gguf.parent
+        twin = _twin(folder, load_config(folder, gguf))
+        if gguf is None:
+            return cls(folder.resolve().name, twin, CheckpointSource(folder, twin))
+        shapes = {name: tensor.shape for name, tensor in twin.state_dict().items()}
+        return cls(gguf.resolve().stem, twin, GgufSource(gguf, shapes))
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> MoEModel:
@@ -92,12 +115,18 @@ class MoEModel:
             yield self.layer(site)
 
     def layer(self, site: Site) -> MoELayer:
-        names = site.parameter_names()
-        read = self.source.read(names)
-        for name, short in names.items():
-            if not short.startswith("experts."):  # the tables notice bad experts; a bad norm would look like no norm
-                _check_finite(site, name, read[name])
-        return assemble(site, {short: read[name] for name, short in names.items()})
+        """Norm and router are read; experts are read when they are asked for, a few at a time."""
+        names, stacks = site.parameter_names(), site.stacks()
+        if isinstance(self.source, StreamedSource):
+            self.source.prepare(site)
+        read = self.source.read([name for name in names if name not in stacks])
+        for name, tensor in read.items():
+            if not names[name].startswith(
+                "experts."
+            ):  # the tables notice bad experts; a bad norm would look like no norm
+                _check_finite(site, name, tensor)
+        experts = {name: self.source.stack(name) for name in stacks}
+        return assemble(site, {names[name]: tensor for name, tensor in {**read, **experts}.items()})
 
     def structure(self) -> dict[str, Any]:
         """What a plan must agree with: layers, experts, k, d, m, router kind."""
@@ -105,12 +134,51 @@ class MoEModel:
 
     def content(self) -> str:
         """sha256 over all router rows as bf16: the short name of these weights."""
-        return identity.routers(self.sites, self.source).exact
+        return self._routers().exact
 
     def fingerprint(self) -> Fingerprint:
         """Reads router rows and a few rows of the experts, nothing else."""
-        routers = identity.routers(self.sites, self.source)
-        return Fingerprint(self.structure(), routers, identity.experts(self.sites, self.source))
+        return Fingerprint(self.structure(), self._routers(), identity.experts(self.sites, self.source))
+
+    def _routers(self) -> Routers:
+        return identity.routers((site.key, identity.router_of(site, self.source)) for site in self.sites)
+
+    def formats(self) -> dict[str, list[str]]:
+        """What the experts of each layer are stored in."""
+        return {site.key: sorted(self.source.formats(site.stacks())) for site in self.sites}
+
+
+def how_it_runs(moe: MoEModel) -> str:
+    """What transformers makes of a checkpoint's experts, in words."""
+    found = {name for names in moe.formats().values() for name in names}
+    if found == {"plain"}:
+        return "as it is"
+    if all(name.startswith("gguf") for name in found):
+        return "transformers decodes GGUF of the architectures it knows; others from their original"
+    method = moe.source.facts.method if isinstance(moe.source, CheckpointSource) else ""
+    if found <= LOADED.get(method, set()) | {"plain"}:
+        return (
+            "transformers loads this format, and what it loads is checked; --expand decodes it without other libraries"
+        )
+    return "with --expand, which decodes it into an unquantised model; transformers loads it not at all or with other numbers"
+
+
+def check_sizes(fingerprint: Fingerprint) -> None:
+    """Experts whose numbers are no weights: some loaders drop the factors of a format without a word."""
+    found = outliers(fingerprint)
+    if found:
+        key, size = next(iter(found.items()))
+        raise CheckpointError(
+            f"Layer {key}: its experts have an rms of {size:.3g}, where weights have less than 1. Factors of a quantised "
+            "format were lost when the model was loaded. Load it with load_model(…, expand=True), or build the plan from the "
+            "checkpoint."
+        )
+
+
+def outliers(fingerprint: Fingerprint) -> dict[str, float]:
+    """The largest rms of sampled experts, by layer, where no weights are that large."""
+    sizes = {key: max(sample.rms) for key, sample in fingerprint.experts.items()}
+    return {key: size for key, size in sizes.items() if size > NO_WEIGHTS}
 
 
 def _check_finite(site: Site, name: str, tensor: Tensor) -> None:
@@ -137,15 +205,3 @@ def describe(site: Site) -> dict[str, Any]:
         "intermediate": middle,
         "router": f"{site.router_input}:" + ",".join("x".join(map(str, s)) for s in shapes),
     }
-
-
-def _refuse_quantised(folder: Path, config: PretrainedConfig) -> None:
-    found = getattr(config, "quantization_config", None) or getattr(
-        config.get_text_config(), "quantization_config", None
-    )
-    if found:
-        method = found.get("quant_method", "unknown") if isinstance(found, dict) else found.quant_method
-        raise CheckpointError(
-            f"{folder} is quantised ({method}), which the table builder does not read yet. Build the plan from the "
-            "unquantised checkpoint and attach it with allow_other_weights=True: routers are usually left unquantised."
-        )

@@ -38,6 +38,25 @@ class Site:
                 names |= {f"{path}.{n}": f"{role}.{n}" for n, _ in module.named_parameters()}
         return names
 
+    def stacks(self) -> list[str]:
+        """Full names of the experts' matrices [E, a, b]."""
+        return [f"{self.path}.{n}" for n, p in self.experts.named_parameters() if p.dim() == 3]
+
+
+class Stack:
+    """Experts' matrices [E, a, b] that are read, and decoded in fp32 where they are packed, when they are asked for."""
+
+    def __init__(
+        self, read: Callable[[int, torch.device], Tensor], shape: torch.Size, device: str | torch.device = "cpu"
+    ):
+        self.read, self.shape, self.device = read, shape, torch.device(device)
+
+    def __getitem__(self, chunk: slice) -> Tensor:
+        return torch.stack([self.read(expert, self.device) for expert in range(self.shape[0])[chunk]])
+
+    def to(self, device: str | torch.device) -> Stack:
+        return Stack(self.read, self.shape, device)
+
 
 @dataclass(frozen=True)
 class Projections:
@@ -59,8 +78,8 @@ class MoELayer:
     key: str
     path: str
     top_k: int
-    w_in: Tensor
-    w_out: Tensor
+    w_in: Tensor | Stack
+    w_out: Tensor | Stack
     b_in: Tensor | None
     b_out: Tensor | None
     gated: bool
@@ -98,7 +117,7 @@ class MoELayer:
 
     def chunks(self) -> Iterator[slice]:
         """Slices of experts whose fp32 copies fit the working set."""
-        per_expert = 4 * (self.w_in[0].numel() + self.w_out[0].numel())
+        per_expert = 4 * (self.w_in.shape[1:].numel() + self.w_out.shape[1:].numel())
         step = 1 << (max(1, CHUNK_BYTES // per_expert).bit_length() - 1)  # a power of two shares out evenly over cores
         for start in range(0, self.num_experts, step):
             yield slice(start, min(start + step, self.num_experts))

@@ -14,9 +14,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ..errors import CheckpointError, brief
+from .formats import Header
 
 Rows = Callable[[str, int, range], Tensor | None]  # (stacked parameter [E, a, b], expert, rows) → [rows, b]
-Part = tuple[Any, tuple[int, ...]]  # a slice of a file, and the index in front of its rows
+Part = tuple[Any, tuple[int, ...], tuple[int, ...]]  # a slice of a file, its shape, and the index in front of its rows
 
 
 class Shards:
@@ -31,12 +32,9 @@ class Shards:
     def __exit__(self, *error: object) -> None:
         self._stack.close()
 
-    def get(self, key: str) -> Tensor:
-        return self._ask(key, lambda handle: handle.get_tensor(key))
-
     def slice(self, key: str) -> Any:
         """The tensor as something to index: only what is asked for is read."""
-        return self._ask(key, lambda handle: handle.get_slice(key))
+        return self._ask(key, lambda handle: _slice(handle, key))
 
     def _ask(self, key: str, question: Callable[[safe_open], Any]) -> Any:
         path = self.files[key]
@@ -48,9 +46,14 @@ class Shards:
             raise _unreadable(path, error) from error
 
 
+def _slice(handle: safe_open, key: str) -> Any:
+    part = handle.get_slice(key)
+    return handle.get_tensor(key).view(torch.uint8) if part.get_dtype() == "F4" else part  # no part of F4 can be read
+
+
 def stacked_rows(parts: Sequence[Part], shape: tuple[int, ...], wanted: range) -> Tensor | None:
     """Rows of a matrix [a, b] whose parts lie above each other; None if they do not make up such a matrix."""
-    sizes = [tuple(part.get_shape())[len(index) :] for part, index in parts]
+    sizes = [size[len(index) :] for _, size, index in parts]
     if (
         not sizes
         or any(len(size) != 2 or size[1] != shape[1] for size in sizes)
@@ -61,11 +64,29 @@ def stacked_rows(parts: Sequence[Part], shape: tuple[int, ...], wanted: range) -
 
     def row(number: int) -> Tensor:
         place = bisect_right(starts, number) - 1
-        part, index = parts[place]
+        part, _, index = parts[place]
         where = (*index, number - starts[place])
         return part[where]
 
     return torch.stack([row(number) for number in wanted])
+
+
+def read_headers(files: Mapping[str, Path]) -> tuple[dict[str, Header], dict[str, str]]:
+    """Every tensor's dtype and shape, and what files say of themselves. No tensor is read."""
+    headers, metadata = {}, dict[str, str]()
+    by_file: dict[Path, list[str]] = {}
+    for key, path in files.items():
+        by_file.setdefault(path, []).append(key)
+    for path, keys in by_file.items():
+        with open_shard(path) as handle:
+            metadata |= handle.metadata() or {}
+            for key in keys:
+                try:
+                    part = handle.get_slice(key)
+                except SafetensorError as error:  # the index promised it
+                    raise _unreadable(path, error) from error
+                headers[key] = Header(part.get_dtype(), tuple(part.get_shape()))
+    return headers, metadata
 
 
 def open_shard(path: Path) -> safe_open:

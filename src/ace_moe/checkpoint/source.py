@@ -1,15 +1,18 @@
-"""Where tensors come from: a folder of safetensors, read one layer at a time, or a model in memory."""
+"""Tensors of a folder of safetensors, under the names the model in memory has, read one layer or one expert at a time."""
 
 from __future__ import annotations
 
 import json
+import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 
-from torch import Tensor, nn
+import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
@@ -23,9 +26,13 @@ from transformers.core_model_loading import (
 )
 
 from ..errors import CheckpointError, brief
-from .shards import Rows, Shards, open_shard, stacked_rows
+from .formats import Get, Header, Stored, strays, understand
+from .quantisation import quantisation
+from .records import Site, Stack
+from .shards import Part, Rows, Shards, open_shard, read_headers, stacked_rows
 
-Recipe = list[tuple[str, str | None]]  # (key on disk, converter pattern or None) that make one parameter
+Recipe = list[tuple[str, str | None]]  # (name on disk, converter pattern or None) that make one parameter
+Parts = Callable[[int], list[str]]  # expert → names on disk of the matrices that lie above each other in its matrix
 STACKING = ([(MergeModulelist, 0)], [(MergeModulelist, 0), (Concatenate, 1)])  # experts over each other, gate above up
 
 
@@ -33,22 +40,32 @@ class CheckpointSource:
     """Parameters of a checkpoint folder under the names the model in memory has.
 
     Renames, merges of per-expert tensors and layout changes are transformers' own, so every layout it loads is
-    read here too. Nothing is kept between calls: one call's parameters are all that is in memory.
+    read here too; formats come before them, so that they see tensors as if nothing were quantised. Nothing is kept
+    between calls: one call's parameters are all that is in memory.
     """
 
     def __init__(self, folder: Path, twin: PreTrainedModel):
         self.folder, self.twin = folder, twin
-        self.files = locate(folder)
+        headers, metadata = self._headers()
+        self.headers, self.facts = headers, quantisation(folder, twin.config, metadata)
+        self.stored = understand(headers, self.facts)
         self.shapes = {name: tensor.shape for name, tensor in twin.state_dict().items()}
         mapping = get_model_conversion_mapping(twin)
         self.converters = {p: c for c in mapping if isinstance(c, WeightConverter) for p in c.source_patterns}
         self.recipes = self._match([m for m in mapping if isinstance(m, WeightRenaming)])
 
+    def _headers(self) -> tuple[dict[str, Header], dict[str, str]]:
+        self.files = locate(self.folder)
+        return read_headers(self.files)
+
+    def _open(self) -> Shards:
+        return Shards(self.files)
+
     def _match(self, renamings: list[WeightRenaming]) -> dict[str, Recipe]:
         model, wanted = self.twin, self.twin.state_dict()
         converters = list({id(c): c for c in self.converters.values()}.values())
         recipes: dict[str, Recipe] = defaultdict(list)
-        for key in sorted(self.files, key=dot_natural_key):
+        for key in sorted(self.stored, key=dot_natural_key):
             name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, wanted)
             if name not in wanted and key in wanted:
                 name, pattern = rename_source_key(key, [], [], model.base_model_prefix, wanted)
@@ -56,46 +73,74 @@ class CheckpointSource:
                 recipes[name].append((key, pattern))
         return recipes
 
+    # ---- what can be read -------------------------------------------------------------------------------------------
+
+    def check(self, sites: Sequence[Site]) -> None:
+        """Tensors of the MoE layers whose numbers mean nothing known, by name, before any work."""
+        self._check_names(name for site in sites for name in site.parameter_names())
+        self._check_config(sites)
+
+    def check_all(self) -> None:
+        """The same for the whole model; whole numbers may be stored as such."""
+        self._check_names(name for name, t in self.twin.state_dict().items() if t.is_floating_point())
+
+    def _check_names(self, names: Iterable[str]) -> None:
+        used = {key for recipe in self.recipes.values() for key, _ in recipe}
+        loose = {path: [n for n in found if n not in used] for path, found in strays(self.stored).items()}
+        for name in names:
+            for key, _ in self.recipes.get(name, ()):
+                self._check(key, loose)
+
+    def _check_config(self, sites: Sequence[Site]) -> None:
+        """Numbers are read as they are stored, whatever config.json says; where it says otherwise, so do we."""
+        config = self.facts.config
+        if not config or config.get("dequantize") or self.formats(n for s in sites for n in s.stacks()) != {"plain"}:
+            return
+        said = f"{self.folder}: config.json says the model is quantised ({self.facts.method or 'unknown method'})"
+        if all(stored.format == "plain" for stored in self.stored.values()):
+            example = next(
+                (key for s in sites for n in s.stacks() for key, _ in self.recipes.get(n, ())), "the experts"
+            )
+            raise CheckpointError(
+                f"{said}, but no tensor is: {example} is {self.headers.get(example, 'missing')}. Take quantization_config "
+                "out of config.json if the weights are the original ones; else download the folder again."
+            )
+        warnings.warn(f"{said}; its experts are not, and are read as they are.", stacklevel=2)
+
+    def _check(self, key: str, loose: dict[str, list[str]]) -> None:
+        beside = loose.get(key, []) + loose.get(key.rpartition(".")[0], [])
+        problem = self.stored[key].problem
+        if not problem and not beside:
+            return
+        if not problem:
+            problem = f"{beside[0]} {self.headers[beside[0]]} lies beside {key} and belongs to no known format"
+        raise CheckpointError(
+            f"{self.folder}: {problem}. A plan of it would be silently wrong. Check that the download is complete; if it is, "
+            "build the plan from the unquantised checkpoint: with the same routers it serves this one too."
+        )
+
+    def formats(self, names: Iterable[str]) -> set[str]:
+        """What the named parameters are stored in."""
+        return {self.stored[key].format for name in names for key, _ in self.recipes.get(name, ())}
+
+    # ---- whole parameters -------------------------------------------------------------------------------------------
+
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
         """The named parameters; a name that the checkpoint lacks is an error."""
         out: dict[str, Tensor] = {}
-        with Shards(self.files) as shards:
+        with self._open() as shards:
             for name in names:
                 if name not in out:
-                    out |= self._build(name, shards.get)
-                self._check_shape(name, out[name])
+                    out |= self._build(name, lambda key: self.stored[key].read(shards.slice))
+                self._check_shape(name, out[name].shape)
         return out
 
-    @contextmanager
-    def rows(self) -> Iterator[Rows]:
-        """A reader of single rows of stacked experts in the model's layout; None where the files do not have them so."""
-        with Shards(self.files) as shards:
-            yield lambda name, expert, wanted: self._rows(shards, name, expert, wanted)
-
-    def _rows(self, shards: Shards, name: str, expert: int, wanted: range) -> Tensor | None:
-        recipe, shape = self.recipes.get(name), tuple(self.shapes[name][1:])
-        if not recipe:
-            return None
-        key, pattern = recipe[0]
-        if pattern is None:
-            return stacked_rows([(shards.slice(key), (expert,))], shape, wanted)
-        operations = [(type(o), getattr(o, "dim", None)) for o in self.converters[pattern].operations]
-        if operations in STACKING:
-            sources = [[k for k, p in recipe if p == source] for source in self.converters[pattern].source_patterns]
-            parts = [(shards.slice(keys[expert]), ()) for keys in sources if len(keys) > expert]
-            return stacked_rows(parts, shape, wanted)
-        if operations == [(Transpose, None)]:  # rows here are columns there: the expert is read whole
-            turned = shards.slice(key)[expert]
-            turned = turned if tuple(turned.shape) == shape else turned.mT
-            return turned[wanted.start : wanted.stop : wanted.step] if tuple(turned.shape) == shape else None
-        return None
-
-    def _check_shape(self, name: str, found: Tensor) -> None:
+    def _check_shape(self, name: str, found: torch.Size) -> None:
         """One expert that is missing on disk shows here: the merge is one short."""
         wanted = self.shapes[name]
-        if found.shape != wanted:
+        if found != wanted:
             raise CheckpointError(
-                f"{self.folder}: {name} has shape {list(found.shape)} in the files, {list(wanted)} by config.json. Tensors "
+                f"{self.folder}: {name} has shape {list(found)} in the files, {list(wanted)} by config.json. Tensors "
                 "are missing or the configuration is of another model; download the folder again."
             )
 
@@ -128,37 +173,70 @@ class CheckpointSource:
             "transformers does not convert; check the folder against its index, or download it again."
         )
 
+    # ---- experts one at a time --------------------------------------------------------------------------------------
 
-class ModelSource:
-    """Parameters of a model in memory, or parked elsewhere by accelerate."""
+    def stack(self, name: str) -> Tensor | Stack:
+        """Experts' matrices [E, a, b], read when they are asked for; at once where transformers mixes experts."""
+        parts = self._parts(name)
+        if parts is None:
+            return self.read([name])[name]
+        shards = self._open()  # open for as long as the stack is kept
+        return Stack(partial(self._expert, shards.slice, name, parts), self.shapes[name])
 
-    def __init__(self, model: nn.Module):
-        self.model, self.parameters = model, dict(model.named_parameters())
+    def _expert(self, get: Get, name: str, parts: Parts, expert: int, device: torch.device | None = None) -> Tensor:
+        """[a, b] in the model's layout; a fused matrix may lie turned on disk."""
+        stored = [self.stored[key] for key in parts(expert)]
+        made = [s.read(get, device) if s.experts is None else s.expert(get, expert, device) for s in stored]
+        matrix, wanted = torch.cat(made) if len(made) > 1 else made[0], self.shapes[name][1:]
+        if matrix.shape != wanted and self._turns(name):
+            matrix = matrix.mT
+        self._check_shape(name, torch.Size((self.shapes[name][0], *matrix.shape)))
+        return matrix
 
-    def read(self, names: Iterable[str]) -> dict[str, Tensor]:
-        return {name: self._parameter(name) for name in names}
+    def _parts(self, name: str) -> Parts | None:
+        """Where the matrices of an expert are; None where transformers does more than laying them over each other."""
+        recipe = self.recipes.get(name) or self._sibling(name)
+        key, pattern = recipe[0]
+        if pattern is None or self._turns(name):
+            self._check_count(name, self.stored[key].experts)
+            return lambda expert: [key]
+        if self._operations(pattern) not in STACKING:
+            return None
+        sources = [[k for k, p in recipe if p == source] for source in self.converters[pattern].source_patterns]
+        for keys in sources:
+            self._check_count(name, len(keys))
+        return lambda expert: [keys[expert] for keys in sources]
 
-    def _parameter(self, name: str) -> Tensor:
-        found = self.parameters[name].detach()
-        if not found.is_meta:
-            return found
-        from accelerate.utils import align_module_device
+    def _check_count(self, name: str, experts: int | None) -> None:
+        if experts != self.shapes[name][0]:
+            self._check_shape(name, torch.Size((experts or 0, *self.shapes[name][1:])))
 
-        path, _, leaf = name.rpartition(".")
-        module = self.model.get_submodule(path)
-        with align_module_device(module, "cpu"):  # one module's weights, for as long as it takes
-            return getattr(module, leaf).detach().clone()
+    def _operations(self, pattern: str) -> list[tuple[type, int | None]]:
+        return [(type(o), getattr(o, "dim", None)) for o in self.converters[pattern].operations]
+
+    def _turns(self, name: str) -> bool:
+        pattern = self.recipes[name][0][1] if self.recipes.get(name) else None
+        return pattern is not None and self._operations(pattern) == [(Transpose, None)]
 
     @contextmanager
     def rows(self) -> Iterator[Rows]:
-        """A reader of single rows of stacked experts; None where a parameter is packed, spread or not in memory."""
-        yield self._rows
+        """A reader of single rows of stacked experts in the model's layout; None where the files do not have them so."""
+        with self._open() as shards:
+            yield lambda name, expert, wanted: self._rows(shards, name, expert, wanted)
 
-    def _rows(self, name: str, expert: int, wanted: range) -> Tensor | None:
-        found = self.parameters.get(name)
-        if type(found) is not nn.Parameter or found.is_meta or found.dim() != 3:
+    def _rows(self, shards: Shards, name: str, expert: int, wanted: range) -> Tensor | None:
+        parts = self._parts(name) if self.recipes.get(name) else None
+        if parts is None:
             return None
-        return found.detach()[expert, wanted.start : wanted.stop : wanted.step]
+        stored = [self.stored[key] for key in parts(expert)]
+        if self._turns(name) or any(s.format != "plain" for s in stored):
+            whole = self._expert(shards.slice, name, parts, expert)
+            return whole[wanted.start : wanted.stop : wanted.step]
+        return stacked_rows([self._row_part(shards, s, expert) for s in stored], tuple(self.shapes[name][1:]), wanted)
+
+    def _row_part(self, shards: Shards, stored: Stored, expert: int) -> Part:
+        key = stored.keys[0]
+        return shards.slice(key), self.headers[key].shape, () if stored.experts is None else (expert,)
 
 
 def locate(folder: Path) -> dict[str, Path]:

@@ -13,6 +13,7 @@ from . import show
 from .common import (
     AsJson,
     Device,
+    Expand,
     GainName,
     MinActive,
     MinMass,
@@ -65,6 +66,7 @@ def compare(
     correct: Annotated[bool, typer.Option(help="Correct τ on the skipped model until the realised ratio fits.")] = True,
     rival: Annotated[str | None, typer.Option(help="Also show paired differences against this method.")] = None,
     device: Device = None,
+    expand: Expand = False,
     as_json: AsJson = False,
 ) -> None:
     """Perplexity of every method at every budget and gain, with intervals; a killed run goes on where it was."""
@@ -79,7 +81,7 @@ def compare(
     read_text(text)
     common = {k: v for k, v in (("min_active", min_active), ("min_mass", min_mass)) if v is not None}
     grid = Grid(parse_methods(methods), tuple(parse_budgets(budgets)), parse_gains(gains), common, correct)
-    loaded, tokenizer = _load(model, device)
+    loaded, tokenizer = _load(model, device, expand)
     windows = _windows(loaded, tokenizer, text, window, tokens)
     learned, notice = calibration_windows(loaded, tokenizer, text, windows, calibration)
     if notice and grid.calibrated:
@@ -96,11 +98,11 @@ def compare(
     )
 
 
-def _load(model: str, device: str | None) -> tuple[PreTrainedModel, Any]:
+def _load(model: str, device: str | None, expand: bool = False) -> tuple[PreTrainedModel, Any]:
     from ..loading import load_model, load_tokenizer
 
     tokenizer = load_tokenizer(model)
-    return load_model(model, device), tokenizer
+    return load_model(model, device, expand=expand), tokenizer
 
 
 def _windows(loaded: PreTrainedModel, tokenizer: Any, text: Path, window: int, tokens: int) -> Windows:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -13,6 +13,7 @@ from .common import (
     AllowOtherWeights,
     AsJson,
     Device,
+    Expand,
     GainName,
     MinActive,
     MinMass,
@@ -29,25 +30,47 @@ from .common import (
     settings,
 )
 
+if TYPE_CHECKING:
+    from ..plan import Plan
+    from ..tables.work import Job
+
 
 @app.command(epilog="Example: ace tables Qwen/Qwen3-30B-A3B -o qwen3.safetensors")
 def tables(
     model: Model,
     output: Annotated[Path, typer.Option("--output", "-o", help="Where the plan goes.")] = Path("plan.safetensors"),
-    device: Annotated[str, typer.Option(help="Where the products are computed.")] = "cpu",
+    device: Annotated[
+        str, typer.Option(help="Where the products are computed; several for workers: cuda:0,cuda:1.")
+    ] = "cpu",
+    stream: Annotated[
+        bool, typer.Option("--stream", help="Keep nothing of a hub repository: a shard at a time.")
+    ] = False,
+    workers: Annotated[int, typer.Option(help="Processes that share the layers.", min=1)] = 1,
+    layers: Annotated[
+        str | None, typer.Option(help="Only MoE layers first:past-the-last, for several machines.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Compute the tables from the checkpoint alone and write a plan. No data, no GPU needed."""
     from ..checkpoint import MoEModel
     from ..loading import check_device
     from ..tables.build import build_plan
+    from ..tables.parts import Parts
+    from ..tables.work import Job, parse_layers
 
-    check_device(device)
+    devices = tuple(device.split(","))
+    for name in devices:
+        check_device(name)
     show.check_writable(output)
     start = time.perf_counter()
-    moe = MoEModel.open(model)
-    plan = build_plan(moe, device=device)
-    plan.save(output)
+    if stream or workers > 1 or layers is not None:
+        plan = _in_parts(Job(model, output, stream, workers, devices, parse_layers(layers)), as_json)
+        if plan is None:
+            return
+        Parts(output).remove()
+    else:
+        plan = build_plan(MoEModel.open(model), device=device)
+        plan.save(output)
     seconds = time.perf_counter() - start
     if as_json:
         return print_json(
@@ -60,6 +83,24 @@ def tables(
         out,
         f"{output}: {len(plan.tables)} layers in {seconds:.1f} s. Next: ace budget {model} --plan {output} --text FILE",
     )
+
+
+def _in_parts(job: Job, as_json: bool) -> Plan | None:
+    """The plan, saved; None where layers are left to others, whose files then come into the same folder."""
+    from ..tables.parts import Parts
+    from ..tables.work import build_in_parts
+
+    plan, missing = build_in_parts(job, say=note)
+    if plan is not None:
+        plan.save(job.output)
+        return plan
+    folder, keys = Parts(job.output).folder, [site.key for site in missing]
+    if as_json:
+        print_json({"parts": str(folder), "missing": keys})
+    else:
+        left = f"{len(keys)} layers are missing ({keys[0]} … {keys[-1]})"
+        show.print_line(out, f"{folder}: {left}. Put the other machines' files there and run the command again.")
+    return None
 
 
 @app.command(epilog="Example: ace budget Qwen/Qwen3-30B-A3B --plan qwen3.safetensors --text sample.txt")
@@ -88,6 +129,7 @@ def budget(
     again: Annotated[bool, typer.Option(help="Map budgets again that the plan has for this text already.")] = False,
     allow_other_weights: AllowOtherWeights = False,
     device: Device = None,
+    expand: Expand = False,
     as_json: AsJson = False,
 ) -> None:
     """Map budgets to thresholds with one pass over a text, correct them, and write them into the plan.
@@ -110,7 +152,7 @@ def budget(
     show.check_writable(plan)
     check_sizes(window, tokens, batch)
     read_text(text)  # a text that cannot serve is reported before gigabytes are loaded
-    tokenizer, loaded = load_tokenizer(model), load_model(model, device)
+    tokenizer, loaded = load_tokenizer(model), load_model(model, device, expand=expand)
     windows = load_windows(loaded, tokenizer, text, window, tokens)
     had = had.check_model(MoEModel.of(loaded).fingerprint(), allow_other_weights)
     how: dict[str, Any] = {"batch": batch, "correct": correct, "again": again, "judged": fidelity}
@@ -140,6 +182,7 @@ def run(
     max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate.")] = 64,
     allow_other_weights: AllowOtherWeights = False,
     device: Device = None,
+    expand: Expand = False,
     as_json: AsJson = False,
 ) -> None:
     """Generate text with a budget and show the realised ratio."""
@@ -149,7 +192,7 @@ def run(
     check_prompt(prompt, max_new_tokens)
     options = settings(policy, preset, gain, min_active, min_mass)
     ace = ACE.load(plan, skip, allow_other_weights=allow_other_weights, **options)
-    tokenizer, loaded = load_tokenizer(model), load_model(model, device)
+    tokenizer, loaded = load_tokenizer(model), load_model(model, device, expand=expand)
     with ace(loaded):
         text = generate(loaded, tokenizer, prompt, max_new_tokens)
     report = ace.report()
@@ -162,15 +205,21 @@ def run(
     )
 
 
-@app.command(epilog="Examples: ace inspect Qwen/Qwen3-30B-A3B, ace inspect plan.safetensors")
+@app.command(epilog="Examples: ace inspect Qwen/Qwen3-30B-A3B, ace inspect plan.safetensors, ace inspect COPY ORIGINAL")
 def inspect(
     target: Annotated[str, typer.Argument(help="A model or a plan file.", metavar="MODEL|PLAN")],
+    other: Annotated[str | None, typer.Argument(help="Another, such as its original.", metavar="OTHER")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """What is in this model or this plan, and what ACE can do with it."""
+    """What is in this model or this plan, what ACE can do with it, and how far it is from another."""
     from ..checkpoint import MoEModel
     from ..plan import Plan
 
+    if other is not None:
+        from ..tables.copies import compared, plan_of
+
+        pair = compared(plan_of(target), plan_of(other))
+        return print_json(pair) if as_json else show.print_pair(out, pair)
     if Path(target).is_file() or target.endswith(".safetensors"):
         plan = Plan.load(target)
         return print_json(show.plan_json(plan)) if as_json else show.print_plan(out, plan)

@@ -153,6 +153,7 @@ def print_plan(console: Console, plan: Plan) -> None:
 
 
 def model_json(moe: MoEModel) -> dict[str, Any]:
+    from ..checkpoint.model import how_it_runs, outliers
     from ..integrations.transformers import on_gpu
 
     return {
@@ -161,11 +162,15 @@ def model_json(moe: MoEModel) -> dict[str, Any]:
         "norms": {s.key: s.norm_path for s in moe.sites},
         "routers": {s.key: s.router_path for s in moe.sites},
         "dispatch": {s.key: on_gpu(s.experts) for s in moe.sites},
+        "formats": moe.formats(),
+        "runs": how_it_runs(moe),
+        "outliers": outliers(moe.fingerprint()),
         "not_covered": moe.not_covered,
     }
 
 
 def print_model(console: Console, moe: MoEModel) -> None:
+    from ..checkpoint.model import how_it_runs, outliers
     from ..integrations.transformers import on_gpu
 
     rows = []
@@ -180,8 +185,32 @@ def print_model(console: Console, moe: MoEModel) -> None:
     for path in dict.fromkeys(path for _, path in paths):
         keys = [key for key, taken in paths if taken == path]
         print_line(console, f"on a GPU: {path} ({'all layers' if len(keys) == len(paths) else ', '.join(keys)})")
+    stored = {key: ", ".join(names) for key, names in moe.formats().items()}
+    for names in dict.fromkeys(stored.values()):
+        keys = [key for key, own in stored.items() if own == names]
+        print_line(console, f"stored as: {names} ({'all layers' if len(keys) == len(stored) else ', '.join(keys)})")
+    print_line(console, f"runs: {how_it_runs(moe)}")
+    for key, size in outliers(moe.fingerprint()).items():
+        print_line(
+            console, f"layer {key}: experts of rms {size:.3g} are no weights; a factor of their format is missing"
+        )
     for path in moe.not_covered:
         print_line(console, f"not covered: {path} (a text pass never reaches it)")
+
+
+def print_pair(console: Console, pair: dict[str, Any]) -> None:
+    rows = [
+        [key, name, *(f"{100 * found[n]:.3g} %" for n in ("mean", "worst")), f"{found['order']:.4f}"]
+        for key, layer in pair["layers"].items()
+        for name, found in layer.items()
+    ]
+    columns = ["layer", "table", "mean change", "largest change", "rank correlation"]
+    console.print(table(f"tables of {pair['model']} against those of {pair['other']}", columns, rows))
+    print_line(
+        console, f"routers: {'the same, so one plan serves both' if pair['same_routers'] else pair['difference']}"
+    )
+    if pair["experts"]:
+        print_line(console, pair["experts"])
 
 
 # ---- comparisons --------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from .common import (
     AllowOtherWeights,
     AsJson,
     Device,
+    Expand,
     GainName,
     MinActive,
     MinMass,
@@ -58,6 +59,7 @@ def perplexity(
     output: Annotated[Path | None, typer.Option("--out", "-o", help="A file to keep and continue the run in.")] = None,
     allow_other_weights: AllowOtherWeights = False,
     device: Device = None,
+    expand: Expand = False,
     as_json: AsJson = False,
 ) -> None:
     """WikiText-2 perplexity by protocol, with a 95 % interval and the realised ratio."""
@@ -72,7 +74,7 @@ def perplexity(
         show.check_writable(output)
     content = read_text(text)
     ace = _ace(plan, skip, allow_other_weights, settings(policy, preset, gain, min_active, min_mass))
-    tokenizer, loaded = load_tokenizer(model), load_model(model, device)
+    tokenizer, loaded = load_tokenizer(model), load_model(model, device, expand=expand)
     windows = pieces(chosen, content, tokenizer, loaded.get_input_embeddings().num_embeddings, window, tokens)
     facts = {"model": Path(model).name, "setup": setup_of(loaded, ace, skip, batch)}
     with ace(loaded) if ace else nullcontext():

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from .. import progress
 from ..checkpoint import MoELayer, MoEModel
+from ..checkpoint.model import check_sizes
 from ..errors import OutputError, StructureError
 from ..plan import Plan
 from . import TABLES, tables
@@ -22,6 +23,8 @@ logger = logging.getLogger("vllm.ace_moe")  # what happens in an engine's worker
 def build_plan(model: str | Path | PreTrainedModel | MoEModel, *, device: str | None = None) -> Plan:
     """Tables of every MoE layer from weights alone; one layer is in memory at a time."""
     moe = _moe(model)
+    fingerprint = moe.fingerprint()
+    check_sizes(fingerprint)
     found: dict[str, dict[str, Tensor]] = {}
     undefined: dict[str, str] = {}
     with progress.task("layers", len(moe)) as task:
@@ -29,11 +32,15 @@ def build_plan(model: str | Path | PreTrainedModel | MoEModel, *, device: str | 
             found[site.key], missing = tables(_placed(moe.layer(site), device))
             undefined = missing | undefined
             task.advance()
-    if len(undefined) == len(found[site.key]) + len(undefined):
-        raise StructureError(" ".join(undefined.values()))
-    # a table that one layer lacks is no table of the model
+    return Plan(tables=whole_tables(found, undefined), fingerprint=fingerprint, model=moe.name, undefined=undefined)
+
+
+def whole_tables(found: dict[str, dict[str, Tensor]], undefined: dict[str, str]) -> dict[str, dict[str, Tensor]]:
+    """A table that one layer lacks is no table of the model; a model without any has no plan."""
     kept = {key: {n: t for n, t in layer.items() if n not in undefined} for key, layer in found.items()}
-    return Plan(tables=kept, fingerprint=moe.fingerprint(), model=moe.name, undefined=undefined)
+    if not any(kept.values()):
+        raise StructureError(" ".join(undefined.values()))
+    return kept
 
 
 def _placed(layer: MoELayer, device: str | None) -> MoELayer:

@@ -127,6 +127,9 @@ def layout_of(module: nn.Module) -> Layout | str:
     """How the kernels see the module's weights, or why they cannot run it."""
     if not has_triton():
         return "Triton is not installed"
+    packed = [type(p).__name__ for p in module.parameters() if type(p) is not nn.Parameter]
+    if packed:  # such a tensor says it is bf16 and is not
+        return f"its weights are of type {packed[0]}"
     from ...kernels.layout import Layout
 
     return Layout.of(module)

@@ -1,0 +1,73 @@
+"""Formats on disk, one file for each: which tensors belong together, and what numbers they mean.
+
+A format is a function that is asked for every tensor on disk whether it is its main one, and answers with a `Stored`. What
+is on disk decides, tensor by tensor; the configuration is asked where disk cannot tell. What no format knows is not guessed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+
+from . import bitsandbytes, fp4, gptq, integers, scaled, torchao
+from .stored import PLAIN, Facts, Find, Get, Header, Headers, Stored, unreadable
+
+__all__ = ["PLAIN", "Facts", "Get", "Header", "Headers", "Stored", "strays", "understand"]
+
+FORMATS: tuple[Find, ...] = (
+    bitsandbytes.find,
+    torchao.find,
+    gptq.find,
+    integers.find,
+    fp4.find,
+    scaled.find,
+)
+# belongs to activations or the cache of keys and values, or repeats what shapes say
+NOT_WEIGHTS = re.compile(
+    r"(^|[._])(input_scale|input_scale_inv|activation_scale|input_global_scale|input_zero_point|output_scale|qscale_act"
+    r"|[kvq]_scale|k_proj\.output_scale|v_proj\.output_scale|prob_scale|input_amax|weight_shape)$"
+)
+NO_WEIGHT = {".weight_packed": ".weight", "_blocks": "", ".compressed": ".weight"}  # what stands in a weight's place
+COMPANION = re.compile(r"scale|zero|absmax|packed|g_idx|quant|SCB|blocks|bitmask|compressed|codebook|lut|meta", re.I)
+
+
+def understand(headers: Headers, facts: Facts) -> dict[str, Stored]:
+    """What is stored, by the name it would have unquantised; tensors nobody claims are plain, or have a `problem`."""
+    found: dict[str, Stored] = {}
+    for key in headers:
+        made = next((made for find in FORMATS if (made := find(key, headers, facts)) is not None), None)
+        if made is not None:
+            found[made.name] = made if made.name not in found else _twice(made.name, key, headers)
+    claimed = {key for made in found.values() for key in made.keys}
+    for key, header in headers.items():
+        if key not in claimed and not NOT_WEIGHTS.search(key):
+            name = _unpacked_name(key, header)
+            found[name] = _plain(name, key, header) if name not in found else _twice(name, key, headers)
+    return found
+
+
+def _unpacked_name(key: str, header: Header) -> str:
+    if header.dtype in PLAIN and not key.endswith(".compressed"):
+        return key
+    return next((key.removesuffix(end) + name for end, name in NO_WEIGHT.items() if key.endswith(end)), key)
+
+
+def _plain(name: str, key: str, header: Header) -> Stored:
+    experts = header.shape[0] if len(header.shape) == 3 else None
+    unknown = f"{key} is {header}, and no tensor beside it says in a known way what its numbers mean"
+    return Stored(
+        name, "plain", (key,), experts=experts, problem="" if header.dtype in PLAIN and name == key else unknown
+    )
+
+
+def _twice(name: str, key: str, headers: Headers) -> Stored:
+    return unreadable(name, key, headers[key], f"and not the only tensor that would be {name}")
+
+
+def strays(found: dict[str, Stored]) -> dict[str, list[str]]:
+    """Tensors nobody claimed that look like companions, by the path in front of their last name."""
+    by_path: dict[str, list[str]] = defaultdict(list)
+    for name, made in found.items():
+        if made.format == "plain" and COMPANION.search(name.rpartition(".")[2]):
+            by_path[name.rpartition(".")[0]].append(name)
+    return by_path

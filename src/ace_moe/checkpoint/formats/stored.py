@@ -1,0 +1,135 @@
+"""What every format answers for a tensor: what it is called unquantised, which tensors on disk make it, how to decode it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+PLAIN = ("BF16", "F16", "F32", "F64")
+FLOATS = ("BF16", "F16", "F32")  # what a factor is stored as
+
+
+@dataclass(frozen=True)
+class Header:
+    """A tensor as the file's header has it: dtype as safetensors spells it (BF16, F8_E4M3, U8 …)."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{self.dtype} {list(self.shape)}"
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is known beside the tensors: the quantisation part of the configuration, and the files' own metadata."""
+
+    config: Mapping[str, Any] = field(default_factory=dict)
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    _found: dict[str, list[Any]] = field(default_factory=dict)
+
+    @property
+    def method(self) -> str:
+        return str(self.config.get("quant_method", ""))
+
+    def all(self, name: str) -> list[Any]:
+        """Every value under this name, at any depth: mixed checkpoints have one for each group of modules."""
+        if name not in self._found:  # asked for each of a hundred thousand tensors
+            self._found[name] = _values(self.config, name)
+        return self._found[name]
+
+
+def _values(found: Any, name: str) -> list[Any]:
+    if isinstance(found, Mapping):
+        own = [found[name]] if found.get(name) is not None else []
+        return own + [v for part in found.values() for v in _values(part, name)]
+    return [v for part in found for v in _values(part, name)] if isinstance(found, list) else []
+
+
+Headers = Mapping[str, Header]
+Get = Callable[[str], Any]  # key → something to index: only what is asked for is read
+Find = Callable[[str, Headers, Facts], "Stored | None"]  # is this key the main tensor of the format?
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor of the model as it lies on disk. `keys`, the main tensor first, are what `decode` takes, in that order.
+
+    `experts` is E where the tensor is a stack [E, a, b]; keys in `shared` then have no part for each expert. `problem` says
+    why the tensor cannot be read, where it cannot.
+    """
+
+    name: str
+    format: str
+    keys: tuple[str, ...]
+    decode: Callable[..., Tensor] = lambda tensor: tensor
+    experts: int | None = None
+    shared: frozenset[str] = frozenset()
+    problem: str = ""
+
+    def read(self, get: Get, device: torch.device | str | None = None) -> Tensor:
+        """The whole tensor: as it is where it is plain, else in fp32."""
+        if self.experts is None or self.format == "plain":
+            return self.decode(*(_placed(get(key)[...], device) for key in self.keys))
+        return torch.stack([self.expert(get, number, device) for number in range(self.experts)])
+
+    def expert(self, get: Get, number: int, device: torch.device | str | None = None) -> Tensor:
+        """One expert's matrix [a, b] of a stack."""
+        parts = (get(key)[...] if key in self.shared else get(key)[number] for key in self.keys)
+        return self.decode(*(_placed(part, device) for part in parts))
+
+
+def _placed(tensor: Tensor, device: torch.device | str | None) -> Tensor:
+    """Bytes travel packed; they are decoded where they are needed."""
+    return tensor if device is None else tensor.to(device)
+
+
+def unreadable(name: str, key: str, header: Header, reason: str) -> Stored:
+    return Stored(name, "unknown", (key,), problem=f"{key} is {header} {reason}")
+
+
+def stem_of(key: str) -> str:
+    """What companions' names begin with: "x.gate_proj." of "x.gate_proj.weight", "x.gate_up_proj_" of a fused parameter."""
+    return key.removesuffix("weight") if key.endswith(".weight") else f"{key}_"
+
+
+def beside(key: str, headers: Headers, *suffixes: str) -> str | None:
+    """The first companion there is, of a linear layer's weight or of a fused parameter."""
+    stem = stem_of(key)
+    return next((stem + s for s in suffixes if stem + s in headers), None)
+
+
+def up(values: Tensor, block: int, dim: int, size: int) -> Tensor:
+    """Each value `block` times along `dim`, cut to the weight's size: the last block may be ragged."""
+    return values.repeat_interleave(block, dim).narrow(dim, 0, size)
+
+
+def e8m0(scale: Tensor) -> Tensor:
+    """2^(byte − 127); byte 255 is NaN."""
+    codes = scale.view(torch.uint8).float()
+    return torch.where(codes == 255, torch.nan, torch.exp2(codes - 127))
+
+
+def number(scale: Tensor) -> Tensor:
+    """A factor as fp32, whatever it is stored as; bytes are exponents."""
+    return e8m0(scale) if scale.dtype in (torch.uint8, torch.float8_e8m0fnu) else scale.float()
+
+
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+def e2m1(packed: Tensor) -> Tensor:
+    """FP4 values of bytes [..., k/2] → [..., k]: the low nibble comes first."""
+    codes = packed.view(torch.uint8)
+    table = torch.tensor([*_E2M1, *(-v for v in _E2M1)], device=codes.device)
+    return table[torch.stack((codes & 15, codes >> 4), -1).flatten(-2).int()]
+
+
+def unpacked(words: Tensor, bits: int) -> Tensor:
+    """Unsigned integers of int32 words [..., w] → [..., w · 32/bits], the lowest bits first."""
+    shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=words.device)
+    return (words[..., None] >> shifts & (1 << bits) - 1).flatten(-2)

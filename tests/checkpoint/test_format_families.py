@@ -1,0 +1,166 @@
+"""Formats × families: tables of a quantised checkpoint are those of a plain one with the numbers its codes mean."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from format_cases import CASES, Dice, encode, mxfp4
+from quantised import FAMILIES, quantise, small, write
+from safetensors.torch import load_file
+
+import zoo
+from ace_moe import ACE, build_plan
+from ace_moe.checkpoint import MoEModel
+from ace_moe.errors import StructureError
+from ace_moe.loading import load_model
+
+TABLES = 1e-5  # relative
+
+
+def assert_same_tables(found: Path, wanted: Path) -> None:
+    mine, theirs = build_plan(found), build_plan(wanted)
+    assert mine.tables.keys() == theirs.tables.keys()
+    for key, layer in theirs.tables.items():
+        for name, values in layer.items():
+            torch.testing.assert_close(mine.tables[key][name], values, rtol=TABLES, atol=0, msg=f"{key} {name}")
+    assert mine.fingerprint.same_routers(theirs.fingerprint), "one plan serves both"
+
+
+def pairs(families: int) -> list[tuple[str, str]]:
+    """Each case with that many families, in turn."""
+    return [(case, FAMILIES[(i + j) % len(FAMILIES)]) for i, case in enumerate(CASES) for j in range(families)]
+
+
+@pytest.mark.parametrize(("case", "family"), pairs(1)[::8])
+def test_tables(case: str, family: str, tmp_path: Path) -> None:
+    assert_same_tables(*quantise(tmp_path, family, lambda key, number: case))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("case", "family"), pairs(3))
+def test_tables_of_three_families(case: str, family: str, tmp_path: Path) -> None:
+    assert_same_tables(*quantise(tmp_path, family, lambda key, number: case))
+
+
+MIXED = (
+    "fp8 channel",
+    "plain",
+    "nvfp4 of ModelOpt",
+    "int4",
+    "mxfp4",
+    "awq",
+    "bitsandbytes nf4 nested",
+    "int8",
+    "fp8 tensor",
+)
+
+
+@pytest.mark.parametrize("family", FAMILIES[:3])
+def test_each_matrix_in_a_format_of_its_own(family: str, tmp_path: Path) -> None:
+    folders = quantise(tmp_path, family, lambda key, number: MIXED[number % len(MIXED)], config={})
+    assert_same_tables(*folders)
+    found = {name for names in MoEModel.open(folders[0]).formats().values() for name in names}
+    assert len(found) == len(MIXED)
+
+
+# ---- real layouts: names, fusion and format as published ----------------------------------------------------------------
+
+PUBLISHED = {  # family → the format its makers or the usual quantisers publish it in
+    "deepseek_v3": "fp8 block",
+    "deepseek_v32": "fp8 block",
+    "deepseek_v4": "fp4 of DeepSeek-V4",
+    "glm4_moe": "fp8 channel",
+    "glm4_moe_lite": "fp8 channel",
+    "minimax_m2": "fp8 block",
+    "mixtral": "awq",
+    "olmoe": "gptq",
+    "qwen3_moe": "fp8 block",
+    "qwen3_next": "fp8 block",
+    "ernie4_5_moe": "int4",
+    "hunyuan_v1_moe": "fp8 tensor",
+}
+
+
+QUICK = ("deepseek_v3", "deepseek_v4", "glm4_moe", "qwen3_next")
+
+
+@pytest.mark.parametrize("family", [f if f in QUICK else pytest.param(f, marks=pytest.mark.slow) for f in PUBLISHED])
+def test_published_layouts_from_tables_to_a_running_model(family: str, tmp_path: Path) -> None:
+    if not zoo.has(family):
+        pytest.skip("not in this release of transformers")
+    packed, plain = quantise(tmp_path, family, lambda key, number: PUBLISHED[family])
+    assert_same_tables(packed, plain)
+    model = load_model(packed, "cpu", expand=True)
+    ace = ACE(build_plan(packed))
+    ace.set_threshold(0.6)
+    with ace(model):
+        assert torch.isfinite(model(torch.arange(5, 17)[None], use_cache=False).logits).all()
+    assert 0 < ace.realised < 1
+
+
+def test_the_page_lists_what_is_checked() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "formats.md").read_text()
+    assert dict(re.findall(r"^\| (\w+) \| ([^|]+) \|$", page.rpartition("| family |")[2], flags=re.M)) == PUBLISHED
+
+
+def test_kimi_layout(tmp_path: Path) -> None:
+    """DeepSeek-V3's code, experts as int4 in groups of 32, attention and shared experts plain."""
+    packed, plain = quantise(tmp_path, "deepseek_v3", lambda key, number: "int4")
+    assert_same_tables(packed, plain)
+    assert set(map(tuple, MoEModel.open(packed).formats().values())) == {("int packed",)}
+
+
+def test_gpt_oss_layout(tmp_path: Path) -> None:
+    """One packed tensor for a layer, transposed in memory, gate and up rows in turns."""
+    model = zoo.build("gpt_oss", num_hidden_layers=1, num_local_experts=4)
+    model.save_pretrained(tmp_path / "original")
+    tensors = load_file(tmp_path / "original" / "model.safetensors")
+    config = json.loads((tmp_path / "original" / "config.json").read_text())
+    packed, plain = dict(tensors), dict(tensors)
+    for key in [k for k, t in tensors.items() if t.dim() == 3]:
+        experts, k, n = tensors[key].shape
+        parts = [mxfp4(Dice(e), n, k) for e in range(experts)]
+        del packed[key]
+        packed[f"{key}_blocks"] = torch.stack([p["weight_packed"] for p, _ in parts]).unflatten(-1, (-1, 16))
+        packed[f"{key}_scales"] = torch.stack([p["weight_scale"] for p, _ in parts])
+        plain[key] = torch.stack([torch.from_numpy(m).float().T for _, m in parts])
+    method = {"quantization_config": {"quant_method": "mxfp4"}}
+    assert_same_tables(write(tmp_path / "a", packed, config | method), write(tmp_path / "b", plain, config))
+
+
+def test_fused_fp8_under_a_multimodal_prefix(tmp_path: Path) -> None:
+    """Qwen3.5's fused names with the factors behind them."""
+    model = zoo.build("qwen3_5_moe", num_experts=4, num_hidden_layers=2)
+    config = {**model.config.to_dict(), "architectures": [type(model).__name__]}
+    tensors = {k.replace("model.", "model.language_model.", 1): v for k, v in model.state_dict().items()}
+    packed, plain = dict(tensors), dict(tensors)
+    for key in [k for k, t in tensors.items() if t.dim() == 3 and ".experts." in k]:
+        parts = [encode("fp8 block", *tensors[key].shape[1:], seed=e) for e in range(4)]
+        packed[key] = torch.stack([p["weight"] for p, _ in parts])
+        packed[f"{key}_scale_inv"] = torch.stack([p["weight_scale_inv"] for p, _ in parts])
+        plain[key] = torch.stack([torch.from_numpy(m).float() for _, m in parts])
+    method = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [16, 16]}}
+    assert_same_tables(write(tmp_path / "a", packed, config | method), write(tmp_path / "b", plain, config))
+
+
+def test_llama4_is_refused_with_its_reason(tmp_path: Path) -> None:
+    zoo.build("llama4").save_pretrained(tmp_path)
+    with pytest.raises(StructureError, match=r"no routed experts|registry"):
+        build_plan(tmp_path)
+
+
+def test_quantised_router_rows_are_decoded(tmp_path: Path) -> None:
+    model = small("qwen3_moe")
+    model.save_pretrained(tmp_path / "original")
+    tensors = load_file(tmp_path / "original" / "model.safetensors")
+    config = json.loads((tmp_path / "original" / "config.json").read_text())
+    packed, plain = dict(tensors), dict(tensors)
+    for number, key in enumerate(k for k in tensors if k.endswith("mlp.gate.weight")):
+        made, meant = encode("int8", *tensors[key].shape, seed=number)
+        packed |= {key.removesuffix("weight") + part: t for part, t in made.items()}
+        plain[key] = torch.from_numpy(meant).float()
+    assert_same_tables(write(tmp_path / "a", packed, config), write(tmp_path / "b", plain, config))
