@@ -40,11 +40,17 @@ class Worker:
     def prepare(self, what: str, tokens: int, batch: int) -> None:
         import torch
 
-        from ace_moe.bench.latency import Prompt, Steps
+        from ace_moe.bench import latency
 
         torch._dynamo.reset()
-        self.timed = None
-        self.timed = Steps(self.model, batch, tokens) if what == "tpot" else Prompt(self.model, batch, tokens)
+        self.timed, made = None, latency.Steps if what == "tpot" else latency.Prompt
+        try:
+            from ace_moe.bench.tokens import random_tokens
+        except ImportError:  # versions that draw the same tokens themselves
+            self.timed = made(self.model, batch, tokens)
+        else:
+            draw, more = random_tokens(self.model, seed=int(what == "tpot")), latency.STEPS if what == "tpot" else 0
+            self.timed = made(self.model, draw(batch, tokens + more))
 
     def settle(self, ratio: float) -> float:
         """τ that realises the ratio at this size; bisection by hand, since its place differs between versions."""
