@@ -29,9 +29,10 @@ TINY = {
 
 @pytest.fixture(autouse=True)
 def few_steps(monkeypatch):
-    """Many are timed for the sake of a machine; the flow needs few."""
+    """Many are timed, many times, for the sake of a machine; the flow needs few."""
     for module in (latency, run):
         monkeypatch.setattr(module, "STEPS", STEPS)
+    monkeypatch.setattr(run, "REPEATS", 2)
 
 
 @pytest.fixture
@@ -74,32 +75,35 @@ def test_experts_read_are_those_of_the_steps_that_are_timed(model):
     assert row.experts == row.executed == pytest.approx(sum(unions) / len(unions))
 
 
-def test_what_no_graph_holds_is_timed_by_generate():
+def test_what_no_graph_holds_is_timed_by_generate(monkeypatch):
     """Layers with an index of their own beside keys and values."""
     model = zoo.build("deepseek_v32")
     bench = Bench(model, [0.0, 0.25], lambda row: None)
+    monkeypatch.setattr(run, "ROUNDS", 5)
     rows = list(bench.decode(2, ["grouped_mm"], prompt=8))
     assert {row.loop for row in rows} == {"generate"}
     assert "DynamicIndexedLayer" in bench.why
-    assert rows[-1].realised == pytest.approx(0.25, abs=0.05)
+    assert 0.1 < rows[-1].realised < 0.4
     assert all(row.wall_ms > 0 for row in rows)
 
 
 @pytest.mark.parametrize("name", ["gemma4", "qwen3_5_moe"])
-def test_hybrids_are_benched(name):
+def test_hybrids_are_benched(name, monkeypatch):
     bench = Bench(zoo.build(name, num_hidden_layers=4), [0.5], lambda row: None)
+    monkeypatch.setattr(run, "ROUNDS", 5)
     rows = [*bench.prefill(40, 1, []), *bench.decode(2, [], prompt=28)]
     assert bench.graphs
-    assert [row.realised for row in rows] == pytest.approx([0.5, 0.5], abs=0.02)
+    assert [row.realised for row in rows] == pytest.approx([0.5, 0.5], abs=0.15)
 
 
-def test_a_text_gives_prompts_and_a_fidelity_to_every_ratio(demo_folder):
+def test_a_text_gives_prompts_and_a_fidelity_to_every_ratio(demo_folder, monkeypatch):
     """What `ace budget` finds for the same budgets on the same text."""
     model = load_model(demo_folder, device="cpu")
     windows = cut(TEXT.read_text(), load_tokenizer(demo_folder), 64, 128, 8192, "demo")
     bench = Bench(model, [0.0, 0.25, 0.5], lambda row: None, text=windows)
     assert bench.tokens(2, 5).tolist() == [windows.ids.flatten()[n : n + 5].tolist() for n in (0, 64)]
     assert bench.tokens(1, 300).shape == (1, 300), "longer than the text"
+    monkeypatch.setattr(run, "ROUNDS", 3)
     none, some, half = bench.prefill(16, 1, [])
     assert (none.kl, none.agreement) == (0, 1)
     assert 0 < some.kl < half.kl
@@ -177,6 +181,33 @@ def test_random_models_route_nearly_uniformly(model):
     assert torch.equal(model.model.layers[0].post_attention_layernorm.weight, torch.ones(64, dtype=torch.bfloat16))
     load = seen[0].flatten().bincount(minlength=8) / seen[0].numel()
     assert load.min() > 0.02
+
+
+def test_the_file_says_how_a_shape_was_made_to_route(tmp_path, monkeypatch):
+    monkeypatch.setitem(shapes.SHAPES, "tiny", ("Qwen3MoeConfig", {**TINY, "num_experts": 32}))
+    path = tmp_path / "rows.json"
+    arguments = [
+        "--shape",
+        "tiny",
+        "--routing",
+        "skewed",
+        "--union",
+        "20",
+        "--decode",
+        "16",
+        "--skip",
+        "0",
+        "--device",
+        "cpu",
+    ]
+    done = CliRunner().invoke(app, ["bench", *arguments, "-o", str(path)])
+    assert done.exit_code == 0, done.output
+    stored = json.loads(path.read_text())
+    assert stored["routing"]["kind"] == "skewed"
+    assert stored["routing"]["union_16"] == pytest.approx(20, rel=0.05)
+    assert "assumption" in stored["routing"]["note"]
+    assert [row["what"] for row in stored["rows"]] == ["tpot", "tpot"]
+    assert all(row["experts"] < 26 for row in stored["rows"]), "chance gives 28"
 
 
 def test_what_does_not_fit_is_refused_before_it_is_made(monkeypatch):

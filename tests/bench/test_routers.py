@@ -48,7 +48,7 @@ def test_shares_and_union_are_those_asked_for(kind, experts, union):
     assert router.union(64) == pytest.approx(union_of(router, 64), rel=0.05)
 
 
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(experts=st.sampled_from([16, 30, 64]), k=st.integers(1, 8), part=st.floats(0, 1))
 def test_other_numbers_of_experts_and_slots(experts, k, part):
     least, chance = Router(SKEWED, experts, k, skew=1.0).union(16), uniform_union(experts, k, 16)
@@ -82,12 +82,11 @@ SMALL = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", ["qwen3-30b-a3b", "gemma-4-26b-a4b"])
+@pytest.mark.parametrize(("name", "kind"), [*(("qwen3-30b-a3b", kind) for kind in KINDS), ("gemma-4-26b-a4b", SKEWED)])
 def test_a_models_layers_route_as_asked(name, kind):
     """With real inputs in every layer, the router a plain map of a norm (Qwen3) or with a scale of its own (Gemma-4)."""
     changes = {"global_head_dim": 16, "num_global_key_value_heads": 1} if name.startswith("gemma") else {}
-    model = shapes.build(name, "cpu", layers=6, **SMALL, **changes)
+    model = shapes.build(name, "cpu", layers=4, **SMALL, **changes)
     router = shape_routers(model, kind)
     ace = ACE(build_plan(model))
     with ace(model):
