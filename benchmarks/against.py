@@ -40,18 +40,17 @@ class Worker:
     def prepare(self, what: str, tokens: int, batch: int) -> None:
         import torch
 
-        from ace_moe.bench.latency import Prompt, Steps
+        from ace_moe.bench import latency
 
         torch._dynamo.reset()
-        self.timed, timed = None, Steps if what == "tpot" else Prompt
+        self.timed, made = None, latency.Steps if what == "tpot" else latency.Prompt
         try:
-            from ace_moe.bench.latency import STEPS
             from ace_moe.bench.tokens import random_tokens
-        except ImportError:  # an older version draws its tokens itself
-            self.timed = timed(self.model, batch, tokens)
+        except ImportError:  # versions that draw the same tokens themselves
+            self.timed = made(self.model, batch, tokens)
         else:
-            length = tokens + (STEPS if what == "tpot" else 0)
-            self.timed = timed(self.model, random_tokens(self.model)(batch, length))
+            draw, more = random_tokens(self.model, seed=int(what == "tpot")), latency.STEPS if what == "tpot" else 0
+            self.timed = made(self.model, draw(batch, tokens + more))
 
     def settle(self, ratio: float) -> float:
         """τ that realises the ratio at this size; bisection by hand, since its place differs between versions."""

@@ -76,8 +76,7 @@ def main() -> None:
         )
         print("  gate shares", " ".join(f"{share:.3f}" for share in rows[-1]["shares"]), flush=True)
     names = " ".join(path.name for path in given.models)
-    sizes = f"--sequences {given.sequences} --window {given.window}"
-    command = f"python benchmarks/unions.py {names} --text {given.text.name} {sizes}"
+    command = f"python benchmarks/unions.py {names} --text {given.text.name} -o unions.json"
     if given.out is not None:
         given.out.write_text(json.dumps({"command": command, "rows": rows}, indent=1) + "\n")
 

@@ -1,22 +1,38 @@
 """The latency benchmark on a tiny shape: rows for stock and ours, ratios as requested, the model left as it was."""
 
+import io
 import json
 
 import pytest
 import torch
+from rich.console import Console
 from typer.testing import CliRunner
 
-from ace_moe.bench import shapes
+import zoo
+from ace_moe.bench import latency, memory, run, shapes
 from ace_moe.bench.run import Bench, result
+from ace_moe.bench.tokens import random_tokens
 from ace_moe.cli import app
 from ace_moe.cli.bench_table import chart, latency_table
-from ace_moe.demo import MODEL
-from ace_moe.errors import AceError, StructureError
+from ace_moe.demo import MODEL, TEXT
+from ace_moe.errors import AceError, DeviceError, StructureError
+from ace_moe.loading import load_model, load_tokenizer
+from ace_moe.planning import map_budgets
+from ace_moe.text import cut
 
+STEPS = 8
 TINY = {
     "hidden_size": 64, "moe_intermediate_size": 32, "num_hidden_layers": 2, "num_experts": 8, "num_experts_per_tok": 4,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 512, "norm_topk_prob": True,
 }  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def few_steps(monkeypatch):
+    """Many are timed, many times, for the sake of a machine; the flow needs few."""
+    for module in (latency, run):
+        monkeypatch.setattr(module, "STEPS", STEPS)
+    monkeypatch.setattr(run, "REPEATS", 2)
 
 
 @pytest.fixture
@@ -38,8 +54,66 @@ def test_rows_of_a_run(model):
     for row in rows:
         assert row.wall_ms > 0
         assert row.realised == pytest.approx(row.requested, abs=0.01)
+        assert row.loop == "plain", "on a CPU"
+        assert row.executed <= row.experts if row.requested else row.executed == row.experts
+        assert sum(row.shares) == pytest.approx(1)
+        assert row.shares == sorted(row.shares, reverse=True)
+    assert rows[-1].executed < rows[-1].experts
     assert model.config._experts_implementation == "grouped_mm"
     assert len(result("x", rows)["rows"]) == 6
+
+
+def test_experts_read_are_those_of_the_steps_that_are_timed(model):
+    """Counted one by one: the tokens of a step, by hooks on the model itself."""
+    row = next(Bench(model, [0.0], lambda row: None).decode(3, ["grouped_mm"], prompt=8))
+    ids, seen = random_tokens(model)(3, 8 + STEPS), []
+    for layer in model.model.layers:
+        layer.mlp.gate.register_forward_hook(lambda m, a, out: seen.append(out[2].view(3, 8 + STEPS, -1)))
+    with torch.no_grad():
+        model(input_ids=ids)
+    unions = [len(ids[:, 8 + step].unique()) for ids in seen for step in range(STEPS)]
+    assert row.experts == row.executed == pytest.approx(sum(unions) / len(unions))
+
+
+def test_what_no_graph_holds_is_timed_by_generate(monkeypatch):
+    """Layers with an index of their own beside keys and values."""
+    model = zoo.build("deepseek_v32")
+    bench = Bench(model, [0.0, 0.25], lambda row: None)
+    monkeypatch.setattr(run, "ROUNDS", 5)
+    rows = list(bench.decode(2, ["grouped_mm"], prompt=8))
+    assert {row.loop for row in rows} == {"generate"}
+    assert "DynamicIndexedLayer" in bench.why
+    assert 0.1 < rows[-1].realised < 0.4
+    assert all(row.wall_ms > 0 for row in rows)
+
+
+@pytest.mark.parametrize("name", ["gemma4", "qwen3_5_moe"])
+def test_hybrids_are_benched(name, monkeypatch):
+    bench = Bench(zoo.build(name, num_hidden_layers=4), [0.5], lambda row: None)
+    monkeypatch.setattr(run, "ROUNDS", 5)
+    rows = [*bench.prefill(40, 1, []), *bench.decode(2, [], prompt=28)]
+    assert bench.graphs
+    assert [row.realised for row in rows] == pytest.approx([0.5, 0.5], abs=0.15)
+
+
+def test_a_text_gives_prompts_and_a_fidelity_to_every_ratio(demo_folder, monkeypatch):
+    """What `ace budget` finds for the same budgets on the same text."""
+    model = load_model(demo_folder, device="cpu")
+    windows = cut(TEXT.read_text(), load_tokenizer(demo_folder), 64, 128, 8192, "demo")
+    bench = Bench(model, [0.0, 0.25, 0.5], lambda row: None, text=windows)
+    assert bench.tokens(2, 5).tolist() == [windows.ids.flatten()[n : n + 5].tolist() for n in (0, 64)]
+    assert bench.tokens(1, 300).shape == (1, 300), "longer than the text"
+    monkeypatch.setattr(run, "ROUNDS", 3)
+    none, some, half = bench.prefill(16, 1, [])
+    assert (none.kl, none.agreement) == (0, 1)
+    assert 0 < some.kl < half.kl
+    assert 1 >= some.agreement > half.agreement
+    assert 1 >= some.acceptance > half.acceptance
+    mapped = map_budgets(model, bench.ace.plan, bench.ace.policy, windows, [0.5], judged=True)
+    assert half.kl == mapped.entries[0].fidelity["kl"]["value"]
+    table = Console(width=200, record=True, file=io.StringIO())
+    table.print(latency_table([none, some, half]))
+    assert f"{half.kl:.4f} {half.agreement:.1%} {half.acceptance:.1%}" in table.export_text()
 
 
 @pytest.mark.slow
@@ -79,7 +153,19 @@ def test_the_command(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "wrong", [["--shape", "x", "model"], [], ["model", "--rows", "all"], ["model", "--prefill", "12y3"]]
+    "wrong",
+    [
+        ["--shape", "x", "model"],
+        [],
+        ["model", "--rows", "all"],
+        ["model", "--prefill", "12y3"],
+        ["model", "--routing", "flat"],
+        ["model", "--union", "49"],
+        ["--shape", "qwen3-30b-a3b", "--routing", "steep"],
+        ["--shape", "qwen3-30b-a3b", "--union", "49"],
+        ["--shape", "qwen3-30b-a3b", "--text", str(TEXT)],
+        ["model", "--text", "nowhere.txt"],
+    ],
 )
 def test_wrong_arguments_are_errors_of_ours(wrong):
     assert isinstance(CliRunner().invoke(app, ["bench", *wrong]).exception, AceError)
@@ -95,6 +181,52 @@ def test_random_models_route_nearly_uniformly(model):
     assert torch.equal(model.model.layers[0].post_attention_layernorm.weight, torch.ones(64, dtype=torch.bfloat16))
     load = seen[0].flatten().bincount(minlength=8) / seen[0].numel()
     assert load.min() > 0.02
+
+
+def test_the_file_says_how_a_shape_was_made_to_route(tmp_path, monkeypatch):
+    monkeypatch.setitem(shapes.SHAPES, "tiny", ("Qwen3MoeConfig", {**TINY, "num_experts": 32}))
+    path = tmp_path / "rows.json"
+    arguments = [
+        "--shape",
+        "tiny",
+        "--routing",
+        "skewed",
+        "--union",
+        "20",
+        "--decode",
+        "16",
+        "--skip",
+        "0",
+        "--device",
+        "cpu",
+    ]
+    done = CliRunner().invoke(app, ["bench", *arguments, "-o", str(path)])
+    assert done.exit_code == 0, done.output
+    stored = json.loads(path.read_text())
+    assert stored["routing"]["kind"] == "skewed"
+    assert stored["routing"]["union_16"] == pytest.approx(20, rel=0.05)
+    assert "assumption" in stored["routing"]["note"]
+    assert [row["what"] for row in stored["rows"]] == ["tpot", "tpot"]
+    assert all(row["experts"] < 26 for row in stored["rows"]), "chance gives 28"
+
+
+def test_what_does_not_fit_is_refused_before_it_is_made(monkeypatch):
+    monkeypatch.setattr(memory, "free_bytes", lambda device: 50 * memory.GIB)
+    monkeypatch.setattr(shapes, "fill", lambda *given: pytest.fail("it was made"))
+    error = CliRunner().invoke(app, ["bench", "--shape", "qwen3-30b-a3b", "--device", "cpu"]).exception
+    assert isinstance(error, DeviceError)
+    assert "57" in str(error), "GiB, as the model has 30.5 billion weights of two bytes"
+    monkeypatch.setattr(memory, "free_bytes", lambda device: 10)
+    error = CliRunner().invoke(app, ["bench", str(MODEL), "--device", "cpu"]).exception
+    assert isinstance(error, DeviceError)
+
+
+def test_memory_grows_with_what_is_timed():
+    config = shapes.hollow("gemma-4-26b-a4b", layers=6).config
+    one = memory.run_bytes(config, (1024, 1))
+    assert memory.run_bytes(config, (1024, 4)) == 4 * one
+    assert one >= 1024 * 6 * 2 * 8 * 256 * 2, "keys and values alone"
+    assert 0 < memory.free_bytes("cpu") < 1 << 62
 
 
 def test_an_unknown_shape_is_refused():
@@ -113,6 +245,7 @@ def test_named_shapes_build(name, monkeypatch):
         "intermediate_size": 64,
     }
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "global_head_dim": 16}
+    heads |= {"num_global_key_value_heads": 1}
     config, sizes = shapes.SHAPES[name]
     monkeypatch.setitem(
         shapes.SHAPES, name, (config, {**sizes, **small, **(heads if name != "qwen3.6-35b-a3b" else {})})

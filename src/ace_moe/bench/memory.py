@@ -28,13 +28,17 @@ def run_bytes(config: PretrainedConfig, size: tuple[int, int], itemsize: int = 2
     """About what one path of one size holds on to beside the weights: keys and values, and what lies between layers."""
     text: Any = config.get_text_config(decoder=True)
     tokens, batch = size
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    cache = 2 * text.num_hidden_layers * heads * width
+    cache = sum(_key_numbers(text.per_layer_config[number]) for number in range(text.num_hidden_layers))
     slots = next((v for n in ("num_experts_per_tok", "top_k_experts") if (v := getattr(text, n, None))), 8)
     middle = getattr(text, "moe_intermediate_size", None) or getattr(text, "intermediate_size", text.hidden_size)
     between = slots * (3 * middle + 2 * text.hidden_size) + 16 * text.hidden_size
     return tokens * batch * (cache + between) * itemsize + batch * text.vocab_size * 4
+
+
+def _key_numbers(layer: Any) -> int:
+    """Numbers one token leaves in a layer's cache, as if it had full attention."""
+    heads = getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads
+    return 2 * heads * (getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads)
 
 
 def check_fits(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -124,15 +124,15 @@ class Router:
         return _simulated_union(self, batch)
 
     def _skew_for(self, union: float) -> float:
-        chance = uniform_union(self.experts, self.k, BATCH)
-        if not 1.25 * self.k <= union <= chance:
+        chance, least = uniform_union(self.experts, self.k, BATCH), replace(self, skew=1.0).union(BATCH)
+        if not least <= union <= chance:
             raise OptionError(
-                f"--union {union:g} is out of reach: {BATCH} tokens of {self.k} slots read {1.25 * self.k:g} to {chance:.1f} "
-                f"of {self.experts} experts, depending on how skewed routing is."
+                f"--union {union:g} is out of reach: {BATCH} tokens of {self.k} slots read {least:.1f} to {chance:.1f} of "
+                f"{self.experts} experts, depending on how skewed routing is."
             )
 
         def saved(skew: float) -> float:
-            return 1 - Router(SKEWED, self.experts, self.k, skew=skew).union(BATCH) / chance
+            return 1 - replace(self, skew=skew).union(BATCH) / chance
 
         return bisect(saved, 1 - union / chance, 0.002, 16).threshold
 

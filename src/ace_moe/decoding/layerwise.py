@@ -72,8 +72,10 @@ def compiled_layers(
     try:
         for number, layer in enumerate(layers):
             view = None if cache is None else cache.layers[number]
-            build = build_of(layer), None if view is None else view.build()
-            call = calls.setdefault(build, _compiled(number, options)) if compiled else _call
+            call = _call
+            if compiled:
+                build = build_of(layer), None if view is None else view.build()
+                call = calls.setdefault(build, _compiled(number, options))
             layer.forward = _forward(layer, call, cache, view)
         for module in around:
             module.forward = torch.compile(module.forward, fullgraph=True, options=options)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
 
 from ..errors import IntegrationError, OptionError
@@ -45,23 +45,14 @@ class Attended:
         return self.keys.shape, self.values.shape
 
 
-class Recurrent:
+class Recurrent(Cache):
     """One layer's states, as transformers updates them in place. A layer asks for itself by number: all are it."""
 
     def __init__(self, layer: Any, layers: int):
         self.state = copy.copy(layer)
         self.state.conv_states = _clones(layer.conv_states)
         self.state.recurrent_states = _clones(layer.recurrent_states)
-        self.layers = [self.state] * layers
-
-    def has_previous_state(self, *_: Any, **__: Any) -> bool:
-        return True
-
-    def update_conv_state(self, states: Tensor, layer_idx: int, *args: Any, **options: Any) -> Tensor:
-        return self.state.update_conv_state(states, *args, **options)
-
-    def update_recurrent_state(self, states: Tensor, layer_idx: int, *args: Any, **options: Any) -> Tensor:
-        return self.state.update_recurrent_state(states, *args, **options)
+        super().__init__(layers=[self.state] * layers)
 
     def fill(self, layer: Any, tokens: int) -> None:
         for name in ("conv_states", "recurrent_states"):
