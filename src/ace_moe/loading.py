@@ -26,7 +26,9 @@ def load_model(model: str | Path, device: str | None = None, dtype: str = "auto"
     causal = type(config) in AutoModelForCausalLM._model_mapping
     cls = AutoModelForCausalLM if causal else model_class(config)
     try:
-        loaded, report = cls.from_pretrained(folder, dtype=dtype, use_safetensors=True, output_loading_info=True)
+        loaded, report = cls.from_pretrained(
+            folder, dtype=dtype, use_safetensors=True, trust_remote_code=False, output_loading_info=True
+        )
         loaded = loaded.to(device).eval()
     except Exception as error:  # readers, converters and quantisers of many libraries run here
         raise CheckpointError(
@@ -55,7 +57,7 @@ def check_device(device: str) -> None:
 def load_tokenizer(model: str | Path) -> Any:
     folder = resolve(model)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder)
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         if len(tokenizer) <= len(tokenizer.all_special_ids):  # some classes start empty where their files are missing
             raise ValueError("it knows no token but special ones")
     except Exception as error:  # damaged files raise whatever their reader raises

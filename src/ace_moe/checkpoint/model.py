@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from ..errors import AceError, CheckpointError, brief
-from ..files import expand
+from ..files import expand, irregular
 from ..plan import Fingerprint
 from . import identity
 from .layers import assemble
@@ -27,6 +27,7 @@ def resolve(model: str | Path) -> Path:
     """A folder stays itself; anything else is a hub repository, downloaded without code and without pickles."""
     path = expand(model)
     if os.path.isdir(path):  # unlike Path's, these take a name the file system refuses for one that is not there
+        _refuse_irregular(path)
         return path
     if os.path.exists(path) or str(model).count("/") != 1 or str(model).startswith((".", "/", "~")):
         raise CheckpointError(f"{model} is not a checkpoint folder. Give a folder with config.json, or owner/name.")
@@ -39,9 +40,19 @@ def resolve(model: str | Path) -> Path:
         ) from error
 
 
+def _refuse_irregular(folder: Path) -> None:
+    """Before anything in the folder is opened: safetensors would wait on a pipe for ever, deaf to Ctrl-C."""
+    found = irregular(folder)
+    if found:
+        raise CheckpointError(
+            f"{folder} holds {found[0]}, which is neither a file nor a folder (a pipe or a device). Remove it, or download "
+            "the checkpoint again."
+        )
+
+
 def load_config(folder: Path) -> PretrainedConfig:
     try:
-        return AutoConfig.from_pretrained(folder)
+        return AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # a damaged configuration raises whatever its class raises
         raise CheckpointError(
             f"{folder} has no usable config.json ({brief(error)}). The folder must be a transformers "
