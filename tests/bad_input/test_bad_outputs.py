@@ -57,14 +57,14 @@ def fail_with(error: BaseException) -> Callable[..., None]:
     return fail
 
 
-@pytest.mark.parametrize("place", ["fsync", "replace", "chmod"])
+@pytest.mark.parametrize("place", ["fsync", "replace"])
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
 def test_full_disk(
     place: str, number: int, single: Path, plan: Path, text: Path, refuse: Refuse, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Wherever in the write it strikes: the old plan is intact, no temporary file is left, the reason is named."""
     monkeypatch.setattr(os, place, fail_with(OSError(number, os.strerror(number))))
-    says = (os.strerror(number), "Nothing was changed there", "free space")
+    says = (os.strerror(number), "What was there is unchanged", "free space")
     refuse("tables", single, "-o", plan, says=says)
     refuse(*budget_arguments(single, plan, text), says=says)
     refuse("tables", single, "-o", plan.with_name("new.safetensors"), says=says)
@@ -79,7 +79,7 @@ def test_file_that_may_not_grow(single: Path, plan: Path, tmp_path: Path) -> Non
     assert snapshot(tmp_path) == before
 
 
-@pytest.mark.parametrize("place", ["fsync", "replace", "chmod"])
+@pytest.mark.parametrize("place", ["fsync", "replace"])
 @pytest.mark.parametrize("command", ["tables", "budget"])
 def test_interrupted_write(
     place: str, command: str, single: Path, plan: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

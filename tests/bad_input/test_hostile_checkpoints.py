@@ -1,4 +1,4 @@
-"""A checkpoint from a stranger: its code is never run, it names no file outside its folder, and nothing in it makes a command wait."""
+"""A checkpoint from a stranger: its code is never run, it names no file outside its folder, and it makes no command wait."""
 
 from __future__ import annotations
 

@@ -25,6 +25,7 @@ from .common import (
     print_json,
     settings,
 )
+from .outputs import check_output
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -74,7 +75,7 @@ def compare(
     from ..evaluate.subject import Subject
     from ..text import check_sizes, read_text
 
-    show.check_writable(output)
+    check_output(output, "results", text, plan, calibration)
     check_sizes(window, tokens, batch)
     read_text(text)
     common = {k: v for k, v in (("min_active", min_active), ("min_mass", min_mass)) if v is not None}
@@ -134,7 +135,7 @@ def report(
     """One page with curves, tables and heat maps; it needs no network and opens in any browser."""
     from ..report.page import write_page
 
-    show.check_writable(output)
+    check_output(output, "page", *results)
     write_page(results, output, rival, title)
     show.print_line(out, f"{output}: {output.stat().st_size / 1024:.0f} kB; open it in a browser")
 
@@ -174,7 +175,7 @@ def study_thresholds(
     from ..policies import make
     from ..text import check_sizes, read_text
 
-    show.check_writable(output)
+    check_output(output, "results", plan, *text)
     check_sizes(window, tokens, batch)
     for path in text:
         read_text(path)

@@ -28,6 +28,7 @@ from .common import (
     print_json,
     settings,
 )
+from .outputs import check_output
 
 
 @app.command(epilog="Example: ace tables Qwen/Qwen3-30B-A3B -o qwen3.safetensors")
@@ -43,7 +44,7 @@ def tables(
     from ..tables.build import build_plan
 
     check_device(device)
-    show.check_writable(output)
+    check_output(output, "plan")
     start = time.perf_counter()
     moe = MoEModel.open(model)
     plan = build_plan(moe, device=device)

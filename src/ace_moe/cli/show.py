@@ -57,6 +57,8 @@ def check_folder(path: Path) -> None:
             f"{path} cannot be written: {f'no permission in {existing}' if existing.is_dir() else f'{existing} is a file'}. "
             "Choose another folder with -o."
         )
+    if (path / "config.json").exists():
+        raise OutputError(f"{path} is a checkpoint, which must stay as it is. Choose another folder with -o.")
 
 
 def plan_table(plan: Plan) -> Table:

@@ -26,6 +26,7 @@ from .common import (
     print_json,
     settings,
 )
+from .outputs import check_output
 
 if TYPE_CHECKING:
     from ..ace import ACE
@@ -69,7 +70,7 @@ def perplexity(
     chosen = protocol_named(protocol)
     check_sizes(window, tokens, batch)
     if output is not None:
-        show.check_writable(output)
+        check_output(output, "results", text, plan)
     content = read_text(text)
     ace = _ace(plan, skip, allow_other_weights, settings(policy, preset, gain, min_active, min_mass))
     tokenizer, loaded = load_tokenizer(model), load_model(model, device)
@@ -121,7 +122,7 @@ def evaluate_tasks(
     from ..evaluate.sandbox import check_allowed
     from ..plan import Plan
 
-    show.check_writable(output)
+    check_output(output, "results", plan)
     names, skips = of.parse_tasks(tasks), parse_budgets(skip)
     known = {name: of.TASKS[name] for name in names if name in of.TASKS}
     check_harness(harness)

@@ -14,7 +14,7 @@ from ..evaluate.compare import KIND as COMPARE
 from ..evaluate.compare import against
 from ..evaluate.store import read_json
 from ..evaluate.thresholds import KIND as THRESHOLDS
-from ..files import expand
+from ..files import expand, write_whole
 
 EVAL = "eval"
 SCRIPTS = ("base.js", "compare.js", "maps.js", "studies.js", "main.js")
@@ -22,6 +22,7 @@ NOTES = (
     "Intervals are 95 % bootstrap intervals over windows or questions, widened for few of them; differences are paired. The "
     "realised ratio is counted while the model runs, not assumed.",
 )
+MARK = '<script type="application/json" id="data">'  # what every page of ours has
 Results = dict[str, Any]
 
 
@@ -31,7 +32,14 @@ def write_page(paths: Sequence[Path], output: Path, rival: str | None = None, ti
     for path in paths:
         kind = kind_of(path)
         kinds[kind].append(read_json(path, kind))
-    expand(output).write_text(page(kinds[COMPARE], kinds[THRESHOLDS], kinds[EVAL], rival, title), encoding="utf-8")
+    made = page(kinds[COMPARE], kinds[THRESHOLDS], kinds[EVAL], rival, title)
+    write_whole(output, made.encode(), "The page")
+
+
+def is_page(path: Path) -> bool:
+    """Whether a file is a page that was made here."""
+    data = path.read_bytes()
+    return MARK.encode() in data
 
 
 def kind_of(path: Path) -> str:
