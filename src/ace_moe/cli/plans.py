@@ -97,7 +97,7 @@ def budget(
     """
     from ..checkpoint import MoEModel
     from ..loading import load_model, load_tokenizer, load_windows
-    from ..plan import Plan
+    from ..plan import Plan, update
     from ..planning import map_budgets
     from ..planning.partial import Partial
     from ..policies import choose
@@ -105,19 +105,19 @@ def budget(
     from ..tables import TABLES
     from ..text import check_sizes, read_text
 
-    had, made = Plan.load(plan), choose(**settings(policy, preset, gain, min_active, min_mass))
-    check_tables(had, made, set(TABLES), calibrates=True)
-    wanted = [check_budget(b, had.top_k, made.min_active) for b in parse_budgets(budgets)]
+    read, made = Plan.load(plan), choose(**settings(policy, preset, gain, min_active, min_mass))
+    check_tables(read, made, set(TABLES), calibrates=True)
+    wanted = [check_budget(b, read.top_k, made.min_active) for b in parse_budgets(budgets)]
     show.check_writable(plan)
     check_sizes(window, tokens, batch)
     read_text(text)  # a text that cannot serve is reported before gigabytes are loaded
     tokenizer, loaded = load_tokenizer(model), load_model(model, device)
     windows = load_windows(loaded, tokenizer, text, window, tokens)
-    had = had.check_model(MoEModel.of(loaded).fingerprint(), allow_other_weights)
+    had = read.check_model(MoEModel.of(loaded).fingerprint(), allow_other_weights)
     how: dict[str, Any] = {"batch": batch, "correct": correct, "again": again, "judged": fidelity}
     how |= {"partial": Partial(plan)}
-    mapped = map_budgets(loaded, had, made, windows, wanted, save=lambda p: p.save(plan), **how)
-    mapped.plan.save(plan)
+    mapped = map_budgets(loaded, had, made, windows, wanted, save=lambda p: update(plan, read, p), **how)
+    update(plan, read, mapped.plan)
     found, passes = mapped.entries, mapped.passes.count
     if as_json:
         return print_json({"plan": str(plan), "passes": passes, "thresholds": [show.entry_json(t) for t in found]})

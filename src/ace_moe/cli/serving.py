@@ -7,6 +7,7 @@ import importlib.util
 import json
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -109,10 +110,12 @@ def find_plan(model: str, plan: Path | None, settings: Any, text: Path | None) -
 def map_missing(model: str, path: Path, settings: Any, text: Path) -> None:
     """Thresholds for the budgets that the plan has none for, as `ace budget` maps them."""
     from ..loading import load_model, load_tokenizer, load_windows
+    from ..plan import Plan, update
     from ..planning import map_budgets
     from ..runtime.settings import by_phase
 
-    plan, policy = settings.open(model)
+    read = Plan.load(path)
+    plan, policy = replace(settings, plan=str(path)).open(model)
     missing = []
     for budget in sorted({b for b in by_phase(settings.skip).values() if b != 0}):
         try:
@@ -124,7 +127,7 @@ def map_missing(model: str, path: Path, settings: Any, text: Path) -> None:
     note(f"mapping {', '.join(f'{b:.0%}' for b in missing)} on {text}, then serving")
     loaded = load_model(model)
     windows = load_windows(loaded, load_tokenizer(model), text, 1024, 65536)
-    map_budgets(loaded, plan, policy, windows, missing, save=lambda made: made.save(path))
+    map_budgets(loaded, plan, policy, windows, missing, save=lambda made: update(path, read, made))
 
 
 def check(model: str, settings: Any) -> None:

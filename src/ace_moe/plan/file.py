@@ -19,7 +19,6 @@ from safetensors.torch import save
 from torch import Tensor
 
 from ..errors import PlanError, brief
-from ..files import write_whole
 from . import metadata
 from .shapes import Expected, Tables, check_factor_names, check_layers, check_values
 
@@ -30,11 +29,8 @@ DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat1
 Names = dict[str, dict[str, str]]  # layer → table → name of its tensor
 
 
-def write(path: str | Path, tables: Tables, extra: Mapping[str, Tensor], ace: Mapping[str, Any]) -> Path:
-    return write_whole(path, serialised(tables, extra, ace), "The plan")
-
-
 def serialised(tables: Tables, extra: Mapping[str, Tensor], ace: Mapping[str, Any]) -> bytes:
+    """The file, before it is written."""
     tensors = {
         f"layers.{key}.{name}": _own(values.float()) for key, layer in tables.items() for name, values in layer.items()
     }
