@@ -51,8 +51,8 @@ def test_the_oldest_are_forgotten(cache: Path, monkeypatch: pytest.MonkeyPatch) 
         Path(f"{old}.lock").touch()
         os.utime(old, (1_000_000 - age, 1_000_000 - age))
     made([])
-    assert [p.name for p in plans(cache) if p.name.startswith("model-")] == [
-        "model-1.safetensors",
-        "model-2.safetensors",
+    assert [p.name for p in plans(cache) if p.name.startswith("older-")] == [
+        "older-1.safetensors",
+        "older-2.safetensors",
     ]
     assert len(plans(cache)) == 3 and len(list(cache.glob("older-*.lock"))) == 2
