@@ -67,8 +67,21 @@ def load_tokenizer(model: str | Path) -> Any:
     return tokenizer
 
 
+def check_window(model: PreTrainedModel, window: int) -> None:
+    """Past its positions a model's numbers are of no use."""
+    config = model.config.get_text_config()
+    positions, rope = getattr(config, "max_position_embeddings", None), getattr(config, "rope_parameters", None) or {}
+    factor = rope.get("factor", 1.0)  # YaRN and its kin stretch what the model was trained with
+    if isinstance(positions, int) and isinstance(factor, (int, float)) and window > positions * max(1.0, factor):
+        raise OptionError(
+            f"A window of {window:,} tokens is longer than the model, which has {positions:,} positions. Choose a smaller "
+            "--window."
+        )
+
+
 def load_windows(model: PreTrainedModel, tokenizer: Any, text: str | Path, window: int, tokens: int | None) -> Windows:
     """The text file as windows of this model's tokens."""
+    check_window(model, window)
     return cut(read_text(text), tokenizer, window, tokens, _vocabulary(model), Path(text).name)
 
 

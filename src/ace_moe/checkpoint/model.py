@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,11 @@ class MoEModel:
     def __init__(self, name: str, twin: PreTrainedModel, source: CheckpointSource | ModelSource):
         self.name, self.source, self.architecture = name, source, type(twin).__name__
         self.sites, self.not_covered = find_sites(twin)
+        if any(site.top_k < 1 for site in self.sites):
+            raise CheckpointError(
+                f"{name} runs no expert for a token (num_experts_per_tok is 0 in config.json). It was edited or is damaged; "
+                "download it again."
+            )
 
     @classmethod
     def open(cls, model: str | Path) -> MoEModel:
@@ -86,13 +92,18 @@ class MoEModel:
         config = load_config(folder)
         _refuse_quantised(folder, config)
         twin = _twin(folder, config)
-        return cls(folder.resolve().name, twin, CheckpointSource(folder, twin))
+        return cls(called(folder), twin, CheckpointSource(folder, twin))
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> MoEModel:
         """A model in memory."""
-        name = Path(model.config._name_or_path or type(model).__name__).name
-        return cls(name, hollow_twin(model.config, type(model)), ModelSource(model))
+        made = cls(
+            called(model.config._name_or_path or type(model).__name__),
+            hollow_twin(model.config, type(model)),
+            ModelSource(model),
+        )
+        made.sites = [_as_it_is(site, model) for site in made.sites]
+        return made
 
     def __len__(self) -> int:
         return len(self.sites)
@@ -122,6 +133,25 @@ class MoEModel:
         """Reads router rows and a few rows of the experts, nothing else."""
         routers = identity.routers(self.sites, self.source)
         return Fingerprint(self.structure(), routers, identity.experts(self.sites, self.source))
+
+
+def called(model: str | Path) -> str:
+    """A model's name: its folder's, or its repository's where the folder is a snapshot in the hub's cache."""
+    path = expand(model)
+    parts = path.resolve().parts if path.is_dir() else path.parts
+    if len(parts) > 2 and parts[-2] == "snapshots" and parts[-3].startswith("models--"):
+        return parts[-3].rpartition("--")[2]
+    return parts[-1] if parts else str(model)
+
+
+def _as_it_is(site: Site, model: PreTrainedModel) -> Site:
+    """The site with the slots a token really has: a router may have been changed since its model was built."""
+    if site.router_path is None:
+        return site
+    built, here = vars(site.router), vars(model.get_submodule(site.router_path))
+    slots = [here[n] for n, v in built.items() if type(v) is int and v == site.top_k and type(here.get(n)) is int]
+    changed = [value for value in slots if value != site.top_k]
+    return replace(site, top_k=changed[0]) if changed else site
 
 
 def _check_finite(site: Site, name: str, tensor: Tensor) -> None:

@@ -26,6 +26,11 @@ from .common import (
     note,
 )
 
+REFUSED = {
+    "--enable-lora": "LoRA aligns all routed slots itself",
+    "--enable-dbo": "dual batch overlap splits a step in two",
+    "--enable-return-routed-experts": "it stores ids in unsigned bytes, where a skipped slot has none",
+}
 FORWARDED = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 
@@ -81,17 +86,17 @@ def parse_kernels(value: str) -> bool | int | str:
     names: dict[str, bool | str] = {"auto": "auto", "on": True, "off": False}
     if value in names:
         return names[value]
-    if value.isdigit():
+    if value.isascii() and value.isdigit():
         return int(value)
     raise OptionError(f"--kernels is auto, on, off or the largest number of tokens, not {value!r}.")
 
 
 def refuse_flags(flags: list[str]) -> None:
     """What the server would refuse minutes later, said at once."""
-    if any(flag.split("=")[0] == "--enable-lora" for flag in flags):
-        raise OptionError(
-            "ACE does not work with --enable-lora: LoRA aligns all routed slots itself. Serve without one of the two."
-        )
+    for flag in flags:
+        name = flag.partition("=")[0].replace("_", "-")  # vLLM takes both spellings
+        if name in REFUSED:
+            raise OptionError(f"ACE does not work with {name}: {REFUSED[name]}. Serve without one of the two.")
 
 
 def find_plan(model: str, plan: Path | None, settings: Any, text: Path | None) -> Path:

@@ -64,7 +64,7 @@ def perplexity(
     """WikiText-2 perplexity by protocol, with a 95 % interval and the realised ratio."""
     from ..evaluate.perplexity import pieces, protocol_named
     from ..evaluate.quality import run, setup_of
-    from ..loading import load_model, load_tokenizer
+    from ..loading import check_window, load_model, load_tokenizer
     from ..text import check_sizes, read_text
 
     chosen = protocol_named(protocol)
@@ -74,6 +74,7 @@ def perplexity(
     content = read_text(text)
     ace = _ace(plan, skip, allow_other_weights, settings(policy, preset, gain, min_active, min_mass))
     tokenizer, loaded = load_tokenizer(model), load_model(model, device)
+    check_window(loaded, window)
     windows = pieces(chosen, content, tokenizer, loaded.get_input_embeddings().num_embeddings, window, tokens)
     facts = {"model": Path(model).name, "setup": setup_of(loaded, ace, skip, batch)}
     with ace(loaded) if ace else nullcontext():
