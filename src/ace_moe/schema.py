@@ -96,17 +96,3 @@ def record(
                 schema(value[name], f"{where}: {name}")
 
     return check
-
-
-def either(*schemas: Schema) -> Schema:
-    """Any of several kinds; the message is the last one's."""
-
-    def check(value: Any, where: str) -> None:
-        for schema in schemas[:-1]:
-            try:
-                return schema(value, where)
-            except ValueError:
-                continue
-        return schemas[-1](value, where)
-
-    return check
