@@ -77,7 +77,7 @@ class MoEModel:
     """The MoE layers of a checkpoint or of a loaded model."""
 
     def __init__(self, name: str, twin: PreTrainedModel, source: CheckpointSource | ModelSource):
-        self.name, self.source, self.architecture = name, source, type(twin).__name__
+        self.name, self.source, self.twin, self.architecture = name, source, twin, type(twin).__name__
         self.sites, self.not_covered = find_sites(twin)
         if any(site.top_k < 1 for site in self.sites):
             raise CheckpointError(
@@ -104,6 +104,16 @@ class MoEModel:
         )
         made.sites = [_as_it_is(site, model) for site in made.sites]
         return made
+
+    @property
+    def missing_head(self) -> str | None:
+        """The output head's parameter if it is not tied to the embeddings and the checkpoint has no tensor for it."""
+        head = self.twin.get_output_embeddings()
+        if head is None or getattr(self.twin.config.get_text_config(), "tie_word_embeddings", False):
+            return None
+        names = [name for name, module in self.twin.named_modules() if module is head]
+        found = getattr(self.source, "recipes", None)
+        return None if found is None or f"{names[0]}.weight" in found else f"{names[0]}.weight"
 
     def __len__(self) -> int:
         return len(self.sites)

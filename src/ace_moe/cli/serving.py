@@ -143,6 +143,19 @@ def check(model: str, settings: Any) -> None:
     plan, policy = settings.open(model)
     thresholds(plan, policy, settings.skip, settings.workload)
     check_content(plan, model, settings.allow_other_weights)
+    warn_of_head(model)
+
+
+def warn_of_head(model: str) -> None:
+    """A head that no file has would be left as it is made, and every token would be as likely as any other."""
+    from ..checkpoint import MoEModel
+
+    missing = MoEModel.open(model).missing_head
+    if missing is not None:
+        note(
+            f"{model} has no tensor for {missing}, and config.json does not tie it to the embeddings: a server would answer "
+            "with the same probability everywhere. Set tie_word_embeddings, or download the checkpoint again."
+        )
 
 
 def server_command(model: str, config: dict[str, Any], flags: list[str]) -> list[str]:
@@ -162,7 +175,7 @@ def server(model: str) -> list[str]:
         importlib.metadata.version("vllm")
         return [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", model]
     except importlib.metadata.PackageNotFoundError:
-        return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
+        return [sys.executable, "-m", "ace_moe.integrations.vllm.launch", "serve", model]
 
 
 def take_additional(flags: list[str]) -> tuple[list[str], dict[str, Any]]:

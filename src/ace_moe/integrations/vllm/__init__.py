@@ -21,9 +21,11 @@ MIDDLEWARE = "ace_moe.integrations.vllm.http.AceMiddleware"
 
 def register() -> None:
     """vLLM calls this in the front end, the engine and every worker."""
+    from .early import check_early
     from .layers import register_layers
 
     register_layers()
+    check_early()
 
 
 def engine_args(
