@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import os
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +23,8 @@ def load_model(model: str | Path, device: str | None = None, dtype: str = "auto"
     """The model in its own precision on one device (the GPU if there is one)."""
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     check_device(device)
+    if torch.device(device).type == "cpu":
+        share_cores()
     folder = resolve(model)
     config = load_config(folder)
     locate(folder)  # a missing shard is reported before gigabytes are read
@@ -42,6 +47,31 @@ def load_model(model: str | Path, device: str | None = None, dtype: str = "auto"
             "missing or the files are of another model; check the folder against its index, or download it again."
         )
     return loaded
+
+
+def share_cores() -> None:
+    """Fewer threads where other work has the cores: OpenMP's spin while they wait, and a pass takes many times as long."""
+    used = torch.get_num_threads()
+    if "OMP_NUM_THREADS" in os.environ or used == 1 or not hasattr(os, "getloadavg"):
+        return
+    free = max(1, min(used, round(cores() - os.getloadavg()[0])))
+    if free < used:
+        torch.set_num_threads(free)
+        warnings.warn(
+            f"this machine has {cores()} cores and a load of {os.getloadavg()[0]:.1f}: computing with {free} of {used} "
+            "threads. OMP_NUM_THREADS sets another number.",
+            stacklevel=2,
+        )
+
+
+def cores() -> int:
+    """Cores this process may use; a container may have fewer than the machine."""
+    there = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        return max(1, min(there, math.ceil(int(quota) / int(period))))
+    except (OSError, ValueError):  # no such file, or no limit
+        return there
 
 
 def check_device(device: str) -> None:

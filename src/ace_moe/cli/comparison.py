@@ -120,9 +120,10 @@ def _plan(path: Path | None, model: str) -> Plan:
 
 
 def _facts(subject: Subject, model: str) -> dict[str, Any]:
+    from ..checkpoint.model import called
     from ..evaluate.subject import facts
 
-    return facts(subject, Path(model).name, " ".join(["ace", *sys.argv[1:]]))
+    return facts(subject, called(model), " ".join(["ace", *sys.argv[1:]]))
 
 
 @app.command(epilog="Example: ace report results.json -o report.html")

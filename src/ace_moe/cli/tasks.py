@@ -62,6 +62,7 @@ def perplexity(
     as_json: AsJson = False,
 ) -> None:
     """WikiText-2 perplexity by protocol, with a 95 % interval and the realised ratio."""
+    from ..checkpoint.model import called
     from ..evaluate.perplexity import pieces, protocol_named
     from ..evaluate.quality import run, setup_of
     from ..loading import check_window, load_model, load_tokenizer
@@ -76,7 +77,7 @@ def perplexity(
     tokenizer, loaded = load_tokenizer(model), load_model(model, device)
     check_window(loaded, window)
     windows = pieces(chosen, content, tokenizer, loaded.get_input_embeddings().num_embeddings, window, tokens)
-    facts = {"model": Path(model).name, "setup": setup_of(loaded, ace, skip, batch)}
+    facts = {"model": called(model), "setup": setup_of(loaded, ace, skip, batch)}
     with ace(loaded) if ace else nullcontext():
         results = run(loaded, ace, chosen, windows, output, facts, batch)
     if as_json:
