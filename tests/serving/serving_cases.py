@@ -165,7 +165,7 @@ class Case:
 def environment() -> dict[str, str]:
     return {
         **os.environ,
-        "PYTHONPATH": str(HERE),
+        "PYTHONPATH": os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]),
         "TRITON_INTERPRET": "0",
         "OMP_NUM_THREADS": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",

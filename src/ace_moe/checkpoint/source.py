@@ -107,7 +107,13 @@ class CheckpointSource:
         converter = deepcopy(self.converters[recipe[0][1]])
         for key, pattern in recipe:
             converter.add_tensor(name, key, pattern, lambda key=key: get(key))
-        made = converter.convert(name, model=self.twin, config=self.twin.config)
+        try:
+            made = converter.convert(name, model=self.twin, config=self.twin.config)
+        except (RuntimeError, ValueError, IndexError, TypeError) as error:  # tensors that do not fit together
+            raise CheckpointError(
+                f"{self.folder}: the tensors of {name} do not fit together ({brief(error)}). The files are damaged or of another "
+                "model; download the folder again."
+            ) from error
         made = {k: v[0] if isinstance(v, list) else v for k, v in made.items()}
         if name not in made:
             raise self._missing(name)

@@ -20,11 +20,8 @@ Results = dict[str, Any]
 SHARE, ANY, COUNT = number(0, 1), number(), number(1, whole=True)
 BOUNDS = items(maybe(ANY), 2, 2)
 CHANGE = record({"value": ANY, "low": maybe(ANY), "high": maybe(ANY)}, {"p": ANY})
-FACTS: dict[str, Schema] = {
-    "model": record({"name": text}, {"architecture": text}),
-    "environment": record({"ace_moe": text, "torch": text, "transformers": text}, {"device": text}),
-    "command": text,
-}
+VERSIONS: dict[str, Schema] = {"ace_moe": text, "torch": text, "transformers": text}
+FACTS: dict[str, Schema] = {"model": record({"name": text}), "environment": record(VERSIONS), "command": text}
 MEASURED: dict[str, Schema] = {"perplexity": number(0), "interval": BOUNDS, "nll": items(ANY, 1), "targets": COUNT}
 CELL = record(
     {
@@ -44,6 +41,8 @@ CELL = record(
 COMPARED = record(
     {
         **FACTS,
+        "model": record({"name": text, "architecture": text}),
+        "environment": record({**VERSIONS, "device": text}),
         "workload": record({"name": text, "windows": COUNT, "window": COUNT}),
         "grid": record({"methods": items(text), "budgets": items(SHARE), "gains": items(text)}),
         "references": items(text),

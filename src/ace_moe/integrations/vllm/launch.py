@@ -7,14 +7,19 @@ from __future__ import annotations
 
 import importlib.metadata as metadata
 
+known = metadata.version
 
-def main() -> None:
-    known, (name, *_) = metadata.version, metadata.packages_distributions().get("vllm") or ["vllm"]
-    metadata.version = lambda distribution_name: known(name if distribution_name == "vllm" else distribution_name)
-    from vllm.entrypoints.cli.main import main as serve
 
-    serve()
+def version(distribution_name: str) -> str:
+    """As vLLM itself names such a build where it looks for its platform: 0.32.0+cpu."""
+    if distribution_name != "vllm":
+        return known(distribution_name)
+    (name, *_) = metadata.packages_distributions().get("vllm") or ["vllm"]
+    return known(name) + (f"+{name.removeprefix('vllm-')}" if name.startswith("vllm-") else "")
 
 
 if __name__ == "__main__":
+    metadata.version = version
+    from vllm.entrypoints.cli.main import main
+
     main()
