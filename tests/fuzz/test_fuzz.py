@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import subprocess
 import sys
 from pathlib import Path
 
@@ -36,3 +37,11 @@ def test_mutations(name: str) -> None:
         tried(TARGETS[name], mutated(rng.choice(seeds), rng))
 
     check()
+
+
+@pytest.mark.slow
+def test_kills() -> None:
+    """As a process of its own: it forks."""
+    command = [sys.executable, str(Path(__file__).with_name("kills.py")), "--count", "12"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr
