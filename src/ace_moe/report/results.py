@@ -35,7 +35,7 @@ CELL = record(
     },
     {
         **dict.fromkeys(("kl", "agreement", "acceptance"), CHANGE),
-        **{"kl_by_window": items(ANY, 1), "experts": values(items(ANY)), "threshold": ANY},
+        **{"kl_by_window": items(ANY, 1), "experts": values(items(maybe(ANY))), "threshold": ANY},
     },
 )
 COMPARED = record(
