@@ -74,3 +74,12 @@ def test_files_that_hold_no_json(text: str, tmp_path: Path) -> None:
     (tmp_path / "edited.json").write_text(text)
     ran = run_ace("report", tmp_path / "edited.json", "-o", tmp_path / "page.html")
     assert ran.code == 1 and "edited.json" in ran.err
+
+
+def test_what_has_no_number_is_no_edit(compared: Path, tmp_path: Path) -> None:
+    """An expert that no token was routed to has no ratio."""
+    found = json.loads(compared.read_text())
+    cell = next(c for c in found["cells"] if "experts" in c)
+    cell["experts"][next(iter(cell["experts"]))][0] = None
+    (tmp_path / "r.json").write_text(json.dumps(found))
+    write_page([tmp_path / "r.json"], tmp_path / "page.html")

@@ -31,7 +31,7 @@ CELL = record(
         "budget": SHARE,
         "change": CHANGE,
         "realised": SHARE,
-        "layers": values(ANY),
+        "layers": values(maybe(ANY)),
     },
     {
         **dict.fromkeys(("kl", "agreement", "acceptance"), CHANGE),
