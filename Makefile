@@ -10,7 +10,7 @@ export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
 .PRECIOUS: $(VENV)-%/.ready
-.PHONY: demo test lint test-core test-all test-vllm test-vllm-smoke setup clean
+.PHONY: audit demo test lint test-core test-all test-vllm test-vllm-smoke setup clean
 
 demo: setup
 	$(BIN)/ace demo
@@ -38,6 +38,12 @@ test-vllm-smoke: $(VENV)-vllm/.ready
 
 test-%: $(VENV)-%/.ready
 	$(VENV)-$*/bin/pytest -n 2 -m "not slow"
+
+# Known holes in what the lock files name; asks a database on the network.
+audit:
+	$(NEW) $(VENV)-audit
+	$(VENV)-audit/bin/pip install --quiet --disable-pip-version-check pip-audit
+	$(VENV)-audit/bin/pip-audit --no-deps --disable-pip -r requirements-dev.lock
 
 setup: $(VENV)/.ready
 
