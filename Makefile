@@ -1,12 +1,16 @@
 # Two commands: `make demo` and `make test`. Both set up .venv by themselves.
-PYTHON ?= python3.11
+# The Python that the lock files were made with if it is there, else the newest that is supported.
+ifndef PYTHON
+PYTHON := $(firstword $(foreach version,3.11 3.13 3.12 3.10,$(if $(shell command -v python$(version)),python$(version))))
+endif
+NEW = $(if $(PYTHON),$(PYTHON) -m venv,$(error Python 3.10 to 3.13 is needed and none was found; install one, or name it: make PYTHON=/path/to/python3))
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
 .PRECIOUS: $(VENV)-%/.ready
-.PHONY: demo test lint test-core test-all test-vllm test-vllm-smoke setup clean
+.PHONY: audit demo test lint test-core test-all test-vllm test-vllm-smoke setup clean
 
 demo: setup
 	$(BIN)/ace demo
@@ -35,16 +39,24 @@ test-vllm-smoke: $(VENV)-vllm/.ready
 test-%: $(VENV)-%/.ready
 	$(VENV)-$*/bin/pytest -n 2 -m "not slow"
 
+# Known holes in what the lock files name; asks a database on the network.
+audit:
+	$(NEW) $(VENV)-audit
+	$(VENV)-audit/bin/pip install --quiet --disable-pip-version-check pip-audit
+	$(VENV)-audit/bin/pip-audit --no-deps --disable-pip -r requirements-dev.lock
+
 setup: $(VENV)/.ready
 
 $(VENV)/.ready: requirements-dev.lock pyproject.toml
-	$(PYTHON) -m venv $(VENV)
+	@echo "$(@D): made with $(PYTHON)"
+	$(NEW) $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements-dev.lock
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	touch $@
 
 $(VENV)-%/.ready: requirements-dev.lock pyproject.toml
-	$(PYTHON) -m venv $(VENV)-$*
+	@echo "$(@D): made with $(PYTHON)"
+	$(NEW) $(VENV)-$*
 	grep -vE '^(transformers|huggingface_hub|tokenizers)==' requirements-dev.lock > $(VENV)-$*/requirements.txt
 	$(VENV)-$*/bin/pip install --quiet --disable-pip-version-check -r $(VENV)-$*/requirements.txt "transformers==$*.*"
 	$(VENV)-$*/bin/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
@@ -52,7 +64,8 @@ $(VENV)-%/.ready: requirements-dev.lock pyproject.toml
 
 # Without their dependencies: vLLM's would bring torchvision for CUDA, which breaks transformers beside a CPU torch.
 $(VENV)-vllm/.ready: requirements-vllm.lock pyproject.toml
-	$(PYTHON) -m venv $(VENV)-vllm
+	@echo "$(@D): made with $(PYTHON)"
+	$(NEW) $(VENV)-vllm
 	$(VENV)-vllm/bin/pip install --quiet --disable-pip-version-check --no-deps -r requirements-vllm.lock
 	$(VENV)-vllm/bin/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	touch $@

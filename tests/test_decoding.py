@@ -32,7 +32,7 @@ def test_decoder_says_what_generate_says(model):
     ids = prompt()
     decoder = Decoder(model, 2, 40)
     for _ in range(2):  # a second prompt starts from an empty cache
-        found = decoder.generate(ids, 12)
+        found = decoder.generate(ids, 12, stop=())
         options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
         assert torch.equal(found, model.generate(ids, max_new_tokens=12, **options))
         ids = ids.flip(1)

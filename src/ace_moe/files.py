@@ -2,9 +2,24 @@
 
 from __future__ import annotations
 
+import glob
 import os
-import tempfile
+import secrets
+import stat
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+from .errors import OutputError, brief
+
+try:
+    import fcntl
+except ImportError:  # Windows: files are whole there too, but two writers are not told of each other
+    fcntl = None  # type: ignore[assignment]
+
+UNFINISHED = ".part"
+PATIENCE = 30.0  # seconds to wait for another process's write, which takes a moment
 
 
 def expand(path: str | Path) -> Path:
@@ -12,16 +27,101 @@ def expand(path: str | Path) -> Path:
     return Path(os.path.expanduser(path))
 
 
-def replace_whole(path: Path, data: bytes) -> None:
-    """Write beside the target, flush, move over it in one step: a kill leaves the old file or the new one."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+def irregular(folder: Path) -> list[str]:
+    """Names in a folder that are neither files nor folders: reading a pipe or a device may never end.
+
+    A link that leads nowhere is a file that is missing, not one of these.
+    """
+    found = []
+    for entry in os.scandir(folder):
+        try:
+            mode = entry.stat().st_mode
+        except OSError:
+            continue
+        if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+            found.append(entry.name)
+    return sorted(found)
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[bool]:
+    """Inside, no other process of ours writes into the folder; False where that cannot be had (some network drives).
+
+    The lock is on the folder itself, so that it leaves no file behind, and the system lets go of it when a process ends.
+    """
+    handle = _lock(folder)
     try:
-        with os.fdopen(handle, "wb") as file:
+        yield handle is not None
+    finally:
+        if handle is not None:
+            os.close(handle)
+
+
+def _lock(folder: Path) -> int | None:
+    if fcntl is None:
+        return None
+    handle = os.open(folder, os.O_RDONLY)
+    end = time.monotonic() + PATIENCE
+    while True:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return handle
+        except BlockingIOError:
+            if time.monotonic() < end:
+                time.sleep(0.01)
+                continue
+        except OSError:
+            pass
+        os.close(handle)
+        return None
+
+
+def replace_whole(path: Path, data: bytes) -> None:
+    """Write beside the target, flush, move over it in one step: a kill leaves the old file or the new one.
+
+    A link stays, and what it leads to is replaced; a file that was there keeps its permissions.
+    """
+    path = Path(os.path.realpath(path))
+    with locked(path.parent) as alone:
+        if alone:
+            _sweep(path)
+        replace_here(path, data)
+
+
+def replace_here(path: Path, data: bytes) -> None:
+    """`replace_whole` of a path that is no link, for a caller that has locked its folder."""
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}{UNFINISHED}")
+    try:
+        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666), "wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)
+        if path.exists():
+            os.chmod(temporary, stat.S_IMODE(path.stat().st_mode))
         os.replace(temporary, path)
     except BaseException:
-        Path(temporary).unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
+
+
+def _sweep(path: Path) -> None:
+    """What killed writers of this file left: in a locked folder nobody is at work on it."""
+    for left in path.parent.glob(f".{glob.escape(path.name)}.*{UNFINISHED}"):
+        left.unlink(missing_ok=True)
+
+
+def write_whole(path: str | Path, data: bytes, what: str) -> Path:
+    """`replace_whole`, and an error of ours that says what could not be written."""
+    path = expand(path)
+    try:
+        replace_whole(path, data)
+    except OSError as error:
+        raise unwritable(path, error, what) from error
+    return path
+
+
+def unwritable(path: Path, error: OSError, what: str) -> OutputError:
+    return OutputError(
+        f"{what} could not be written to {path} ({error.strerror or brief(error)}). What was there is unchanged; choose "
+        "another place, or free space and run again."
+    )

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import os
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +29,8 @@ def load_model(
     """
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     check_device(device)
+    if torch.device(device).type == "cpu":
+        share_cores()
     path = resolve(model)
     gguf = gguf_of(path)
     folder = path if gguf is None else gguf.parent
@@ -39,6 +44,7 @@ def load_model(
         if expand and gguf is None:
             loaded, report = expand_model(folder, config, dtype)
         else:
+            how |= {"trust_remote_code": False}
             loaded, report = cls.from_pretrained(folder, dtype=dtype, output_loading_info=True, **how)
         loaded = loaded.to(device).eval()
     except AceError:
@@ -59,6 +65,31 @@ def load_model(
     return loaded
 
 
+def share_cores() -> None:
+    """Fewer threads where other work has the cores: OpenMP's spin while they wait, and a pass takes many times as long."""
+    used = torch.get_num_threads()
+    if "OMP_NUM_THREADS" in os.environ or used == 1 or not hasattr(os, "getloadavg"):
+        return
+    free = max(1, min(used, round(cores() - os.getloadavg()[0])))
+    if free < used:
+        torch.set_num_threads(free)
+        warnings.warn(
+            f"this machine has {cores()} cores and a load of {os.getloadavg()[0]:.1f}: computing with {free} of {used} "
+            "threads. OMP_NUM_THREADS sets another number.",
+            stacklevel=2,
+        )
+
+
+def cores() -> int:
+    """Cores this process may use; a container may have fewer than the machine."""
+    there = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        return max(1, min(there, math.ceil(int(quota) / int(period))))
+    except (OSError, ValueError):  # no such file, or no limit
+        return there
+
+
 def check_device(device: str) -> None:
     """A device that this machine has, found out before the long work starts."""
     try:
@@ -72,7 +103,7 @@ def check_device(device: str) -> None:
 def load_tokenizer(model: str | Path) -> Any:
     folder = resolve(model)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder)
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         if len(tokenizer) <= len(tokenizer.all_special_ids):  # some classes start empty where their files are missing
             raise ValueError("it knows no token but special ones")
     except Exception as error:  # damaged files raise whatever their reader raises
@@ -82,8 +113,21 @@ def load_tokenizer(model: str | Path) -> Any:
     return tokenizer
 
 
+def check_window(model: PreTrainedModel, window: int) -> None:
+    """Past its positions a model's numbers are of no use."""
+    config = model.config.get_text_config()
+    positions, rope = getattr(config, "max_position_embeddings", None), getattr(config, "rope_parameters", None) or {}
+    factor = rope.get("factor", 1.0)  # YaRN and its kin stretch what the model was trained with
+    if isinstance(positions, int) and isinstance(factor, (int, float)) and window > positions * max(1.0, factor):
+        raise OptionError(
+            f"A window of {window:,} tokens is longer than the model, which has {positions:,} positions. Choose a smaller "
+            "--window."
+        )
+
+
 def load_windows(model: PreTrainedModel, tokenizer: Any, text: str | Path, window: int, tokens: int | None) -> Windows:
     """The text file as windows of this model's tokens."""
+    check_window(model, window)
     return cut(read_text(text), tokenizer, window, tokens, _vocabulary(model), Path(text).name)
 
 

@@ -12,9 +12,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from . import progress
+from .errors import ModelError
 from .fidelity import Fidelity, Reference, compare
 from .text import Windows
 
+LARGEST = 700.0  # a loss past which exp() is no number
 Whole = Callable[[int, Tensor], Tensor]
 
 
@@ -29,7 +31,7 @@ class Score:
 
     @property
     def perplexity(self) -> float:
-        return math.exp(sum(self.nll) / self.targets)
+        return math.exp(_sane(sum(self.nll) / self.targets))
 
     @property
     def by_window(self) -> list[int]:
@@ -70,8 +72,22 @@ def predicts(model: PreTrainedModel) -> bool:
 
 
 def read(model: PreTrainedModel, ids: Tensor) -> list[float]:
+    """Loss of each window [B, L]; a model that gives no numbers is noticed before anything is kept of them."""
     logits = predict(model, ids)
-    return window_nll(logits, ids.to(logits.device)).tolist()
+    losses = window_nll(logits, ids.to(logits.device)).tolist()
+    for loss in losses:
+        _sane(loss / ids.shape[1])
+    return losses
+
+
+def _sane(loss: float) -> float:
+    """The loss a token has, if a perplexity can be made of it."""
+    if not loss < LARGEST:  # NaN is not
+        raise ModelError(
+            f"The model gives no perplexity on this text: its loss is {loss:g} a token. It is damaged or diverged, or runs in "
+            "a precision it was not trained for; check the checkpoint, or try another --device."
+        )
+    return loss
 
 
 def window_nll(logits: Tensor, ids: Tensor) -> Tensor:

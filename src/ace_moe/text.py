@@ -16,6 +16,8 @@ from .errors import OptionError, TextError, brief
 from .files import expand
 from .plan import Workload
 
+JSON = (".jsonl", ".ndjson", ".json")
+
 
 @dataclass(frozen=True)
 class Windows:
@@ -30,14 +32,14 @@ class Windows:
 
 
 def read_text(path: str | Path) -> str:
-    """A plain text file, or a JSON-lines file whose rows have a `text` field, joined by blank lines."""
+    """A plain text file, or a JSON file (lines or a list) whose rows have a `text` field, joined by blank lines."""
     path = expand(path)
     if not os.path.isfile(path):
         raise TextError(f"There is no text file at {path}. Give a .txt file, or a .jsonl file with a `text` field.")
     try:
         text = path.read_text(encoding="utf-8-sig")
-        if path.suffix == ".jsonl":  # not splitlines(): a JSON string may hold other line ends, such as U+2028
-            text = "\n\n".join(json.loads(row)["text"] for row in text.split("\n") if row.strip())
+        if path.suffix.lower() in JSON:
+            text = "\n\n".join(row["text"] for row in _rows(text))
     except UnicodeDecodeError as error:
         raise TextError(f"{path} is not UTF-8 text ({error.reason}). Give a .txt or .jsonl file.") from error
     except (ValueError, KeyError, TypeError, RecursionError) as error:
@@ -48,6 +50,14 @@ def read_text(path: str | Path) -> str:
     if not text.strip():
         raise TextError(f"{path} is empty. Give a text of the kind the model will serve.")
     return text
+
+
+def _rows(text: str) -> list[Any]:
+    """One object a line, or one list of objects."""
+    if text.lstrip().startswith("["):
+        return json.loads(text)
+    # not splitlines(): a JSON string may hold other line ends, such as U+2028
+    return [json.loads(row) for row in text.split("\n") if row.strip()]
 
 
 def check_sizes(window: int, tokens: int | None = None, batch: int = 1) -> None:

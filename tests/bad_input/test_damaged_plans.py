@@ -6,7 +6,6 @@ import json
 import struct
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 from bad_input_cases import rewrite
@@ -16,6 +15,7 @@ from hypothesis import strategies as st
 from ace_moe import ACE, AceError, Plan
 from ace_moe.cli import show
 from ace_moe.errors import PlanError
+from edits import replace_somewhere
 
 
 @pytest.fixture(scope="module")
@@ -63,13 +63,6 @@ def test_flipped_header_bytes(scratch: tuple[Path, bytes], seed: st.DataObject) 
     use_or_refuse(path)
 
 
-JSON = st.recursive(
-    st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.just(10**400), st.text(max_size=5)),
-    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=5), inner, max_size=3)),
-    max_leaves=5,
-)
-
-
 @pytest.mark.filterwarnings("ignore:no threshold was mapped")
 @given(seed=st.data())
 @settings(max_examples=300, suppress_health_check=[HealthCheck.too_slow])
@@ -79,16 +72,6 @@ def test_edited_metadata(scratch: tuple[Path, bytes], seed: st.DataObject) -> No
     path.write_bytes(data)
     rewrite(path, meta=lambda meta: replace_somewhere(meta, seed))
     use_or_refuse(path)
-
-
-def replace_somewhere(node: Any, seed: st.DataObject) -> None:
-    while True:
-        step = seed.draw(st.sampled_from(list(node) if isinstance(node, dict) else range(len(node))))
-        child = node[step]
-        if not (isinstance(child, (dict, list)) and child) or seed.draw(st.integers(0, 3)) == 0:
-            node[step] = seed.draw(JSON)
-            return
-        node = child
 
 
 def use_or_refuse(path: Path) -> None:

@@ -75,7 +75,7 @@ def test_any_step(tokens, k, experts, kinds, seed, mark):
     """Reads are the plain rule's; prompts get nothing back; padding neither votes nor runs; rows not free are as alone."""
     _, ids, gates, rows, tau = batch(tokens, k, experts, kinds, seed)
     wild = torch.where((rows == PADDING).unsqueeze(-1), torch.tensor(2**31 - 1), ids)
-    new_ids, _, counts, reads = launch(wild, gates, rows, tau, experts, mark)
+    new_ids, _, _, reads = launch(wild, gates, rows, tau, experts, mark)
     kept, runs, _, _, read = expected(ids, gates, rows, tau, experts)
     assert torch.equal(new_ids, torch.where(runs, ids, mark)) and torch.equal(reads, read)
     assert torch.equal(rule.union(ids, runs, experts), rule.union(ids, kept, experts))

@@ -158,3 +158,17 @@ def test_a_phone_in_the_dark(report: Path) -> None:
         assert page.errors == []
     finally:
         page.close()
+
+
+@pytest.mark.parametrize("width", [390, 1280])
+def test_nothing_is_cut(width: int, report: Path) -> None:
+    """Names in tables and in the navigation are whole; where a table goes on, a shade at its side says so."""
+    page = Page(width, 800)
+    try:
+        page.open(report)
+        for selector in ("nav", "td:first-child", "th:first-child"):
+            cut = f"[...document.querySelectorAll('{selector}')].filter((e) => e.scrollWidth > e.clientWidth).length"
+            assert page.js(cut) == 0, selector
+        assert page.js("getComputedStyle(document.querySelector('.scroll')).backgroundImage.includes('gradient')")
+    finally:
+        page.close()

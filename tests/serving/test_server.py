@@ -171,9 +171,14 @@ def check_metrics(server: Server) -> None:
                 ("kept", "slots_kept_total"),
                 ("realised", "realised_ratio"),
             ):
-                assert float(lines[f'ace:{metric}{{layer="{key}",phase="{phase}"}}']) == layer[phase][name]
-    assert float(lines['ace:budget{phase="decode"}']) == 0.5
+                assert float(lines[f"ace:{metric}{labels(server, phase, key)}"]) == layer[phase][name]
+    assert float(lines[f"ace:budget{labels(server, 'decode')}"]) == 0.5
     assert 0.3 < report["realised"] < 0.7
+
+
+def labels(server: Server, phase: str, layer: str = "") -> str:
+    of = f'layer="{layer}",' if layer else ""
+    return f'{{engine="0",{of}model_name="{server.model}",phase="{phase}"}}'
 
 
 def check_load(server: Server, requests: int = 200) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from ..errors import AceError, CheckpointError, brief
-from ..files import expand
+from ..files import expand, irregular
 from ..plan import Fingerprint, Routers
 from . import identity
 from .gguf import GgufSource, gguf_of
@@ -40,6 +41,7 @@ def resolve(model: str | Path) -> Path:
     if os.path.isfile(path) and path.suffix == ".gguf":
         return path
     if os.path.isdir(path):  # unlike Path's, these take a name the file system refuses for one that is not there
+        _refuse_irregular(path)
         return path
     if os.path.exists(path) or str(model).count("/") != 1 or str(model).startswith((".", "/", "~")):
         raise CheckpointError(f"{model} is not a checkpoint folder. Give a folder with config.json, or owner/name.")
@@ -52,11 +54,22 @@ def resolve(model: str | Path) -> Path:
         ) from error
 
 
+def _refuse_irregular(folder: Path) -> None:
+    """Before anything in the folder is opened: safetensors would wait on a pipe for ever, deaf to Ctrl-C."""
+    found = irregular(folder)
+    if found:
+        raise CheckpointError(
+            f"{folder} holds {found[0]}, which is neither a file nor a folder (a pipe or a device). Remove it, or download "
+            "the checkpoint again."
+        )
+
+
 def load_config(folder: Path, gguf: Path | None = None) -> PretrainedConfig:
     """Of the folder's config.json; a GGUF file without one beside it may be of a kind that transformers rebuilds one for."""
     own = gguf is not None and not (folder / "config.json").is_file()
+    given = {"gguf_file": gguf.name} if own and gguf else {}
     try:
-        return AutoConfig.from_pretrained(folder, **({"gguf_file": gguf.name} if own and gguf else {}))
+        return AutoConfig.from_pretrained(folder, trust_remote_code=False, **given)
     except Exception as error:  # a damaged configuration raises whatever its class raises
         raise CheckpointError(
             f"{folder} has no usable config.json ({brief(error)}). The folder must be a transformers "
@@ -80,8 +93,13 @@ class MoEModel:
     """The MoE layers of a checkpoint or of a loaded model."""
 
     def __init__(self, name: str, twin: PreTrainedModel, source: Source):
-        self.name, self.source, self.architecture = name, source, type(twin).__name__
+        self.name, self.source, self.twin, self.architecture = name, source, twin, type(twin).__name__
         self.sites, self.not_covered = find_sites(twin)
+        if any(site.top_k < 1 for site in self.sites):
+            raise CheckpointError(
+                f"{name} runs no expert for a token (num_experts_per_tok is 0 in config.json). It was edited or is damaged; "
+                "download it again."
+            )
         source.check(self.sites)
 
     @classmethod
@@ -96,15 +114,30 @@ class MoEModel:
         folder = path if gguf is None else gguf.parent
         twin = _twin(folder, load_config(folder, gguf))
         if gguf is None:
-            return cls(folder.resolve().name, twin, CheckpointSource(folder, twin))
+            return cls(called(folder), twin, CheckpointSource(folder, twin))
         shapes = {name: tensor.shape for name, tensor in twin.state_dict().items()}
         return cls(gguf.resolve().stem, twin, GgufSource(gguf, shapes))
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> MoEModel:
         """A model in memory."""
-        name = Path(model.config._name_or_path or type(model).__name__).name
-        return cls(name, hollow_twin(model.config, type(model)), ModelSource(model))
+        made = cls(
+            called(model.config._name_or_path or type(model).__name__),
+            hollow_twin(model.config, type(model)),
+            ModelSource(model),
+        )
+        made.sites = [_as_it_is(site, model) for site in made.sites]
+        return made
+
+    @property
+    def missing_head(self) -> str | None:
+        """The output head's parameter if it is not tied to the embeddings and the checkpoint has no tensor for it."""
+        head = self.twin.get_output_embeddings()
+        if head is None or getattr(self.twin.config.get_text_config(), "tie_word_embeddings", False):
+            return None
+        names = [name for name, module in self.twin.named_modules() if module is head]
+        found = getattr(self.source, "recipes", None)
+        return None if found is None or f"{names[0]}.weight" in found else f"{names[0]}.weight"
 
     def __len__(self) -> int:
         return len(self.sites)
@@ -179,6 +212,25 @@ def outliers(fingerprint: Fingerprint) -> dict[str, float]:
     """The largest rms of sampled experts, by layer, where no weights are that large."""
     sizes = {key: max(sample.rms) for key, sample in fingerprint.experts.items()}
     return {key: size for key, size in sizes.items() if size > NO_WEIGHTS}
+
+
+def called(model: str | Path) -> str:
+    """A model's name: its folder's, or its repository's where the folder is a snapshot in the hub's cache."""
+    path = expand(model)
+    parts = path.resolve().parts if path.is_dir() else path.parts
+    if len(parts) > 2 and parts[-2] == "snapshots" and parts[-3].startswith("models--"):
+        return parts[-3].rpartition("--")[2]
+    return parts[-1] if parts else str(model)
+
+
+def _as_it_is(site: Site, model: PreTrainedModel) -> Site:
+    """The site with the slots a token really has: a router may have been changed since its model was built."""
+    if site.router_path is None:
+        return site
+    built, here = vars(site.router), vars(model.get_submodule(site.router_path))
+    slots = [here[n] for n, v in built.items() if type(v) is int and v == site.top_k and type(here.get(n)) is int]
+    changed = [value for value in slots if value != site.top_k]
+    return replace(site, top_k=changed[0]) if changed else site
 
 
 def _check_finite(site: Site, name: str, tensor: Tensor) -> None:

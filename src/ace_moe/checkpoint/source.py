@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -151,7 +152,13 @@ class CheckpointSource:
         converter = deepcopy(self.converters[recipe[0][1]])
         for key, pattern in recipe:
             converter.add_tensor(name, key, pattern, lambda key=key: get(key))
-        made = converter.convert(name, model=self.twin, config=self.twin.config)
+        try:
+            made = converter.convert(name, model=self.twin, config=self.twin.config)
+        except (RuntimeError, ValueError, IndexError, TypeError) as error:  # tensors that do not fit together
+            raise CheckpointError(
+                f"{self.folder}: the tensors of {name} do not fit together ({brief(error)}). The files are damaged or of another "
+                "model; download the folder again."
+            ) from error
         made = {k: v[0] if isinstance(v, list) else v for k, v in made.items()}
         if name not in made:
             raise self._missing(name)
@@ -256,17 +263,28 @@ def locate(folder: Path) -> dict[str, Path]:
 def _from_index(folder: Path, index: Path) -> dict[str, Path]:
     try:
         entries: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        outside = sorted({file for file in entries.values() if _leaves(file)})
         missing = sorted({file for file in entries.values() if not (folder / file).is_file()})
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(
             f"{index} is not a safetensors index ({type(error).__name__}: {brief(error)}). It is damaged; download it again."
         ) from error
+    if outside:
+        raise CheckpointError(
+            f"{index} names {outside[0]}, which is outside the folder. A checkpoint's shards lie beside its index; download "
+            "it again, from a source you trust."
+        )
     if missing:
         raise CheckpointError(
             f"{folder} misses {len(missing)} of {len(set(entries.values()))} shards: {', '.join(missing[:3])}"
             f"{' …' if len(missing) > 3 else ''}. Finish the download, then run the command again."
         )
     return {key: folder / file for key, file in entries.items()}
+
+
+def _leaves(file: str) -> bool:
+    """Whether a shard's name leads out of the folder its index lies in."""
+    return os.path.isabs(file) or os.path.normpath(file).split(os.sep)[0] == os.pardir
 
 
 def keys_of(shard: Path) -> list[str]:

@@ -12,8 +12,8 @@ import typer
 
 from ..errors import OptionError
 from ..files import replace_whole
-from . import show
 from .common import AsJson, Device, app, note, out, parse_budgets, print_json
+from .outputs import check_output
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -54,9 +54,9 @@ def bench(
     from .bench_table import chart as draw
     from .bench_table import latency_table
 
-    for path in (output, chart):
+    for path, kind in ((output, "results"), (chart, "picture")):
         if path is not None:
-            show.check_writable(path)
+            check_output(path, kind, plan)
     prompts, batches = _grid(rows, prefill, decode)
     ratios, paths = parse_budgets(skip), stock.split(",")
     _check(model, shape, routing, union, text)

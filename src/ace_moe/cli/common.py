@@ -11,13 +11,13 @@ from typing import Annotated, Any
 
 import typer
 import typer.core
-from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from .. import progress
 from ..errors import AceError, BudgetError, brief
 from ..policies import POLICIES
+from .terminal import Plain, speak_plainly
 
 
 class Commands(typer.core.TyperGroup):
@@ -39,7 +39,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
     help="Skip the expert slots of a Mixture-of-Experts model that contribute little.",
 )
-out, err = Console(), Console(stderr=True)
+out, err = Plain(), Plain(stderr=True)
 MOST_BUDGETS = 1000  # each takes passes of the model; a range this long has a step with a zero too many
 
 Model = Annotated[str, typer.Argument(help="A checkpoint folder or a hub repository (owner/name).", metavar="MODEL")]
@@ -60,6 +60,7 @@ AllowOtherWeights = Annotated[bool, typer.Option(help="The model is a quantised 
 
 def main() -> None:
     """Run the command; an error of ours, or of the file system, is one paragraph and exit code 1."""
+    speak_plainly()
     warnings.showwarning = lambda message, *_, **__: note(message)
     try:
         app()
@@ -121,16 +122,24 @@ def parse_budgets(text: str) -> list[float]:
     """ "0.1:0.6:0.1" (from : to : step) or "0.1,0.5"."""
     try:
         if ":" not in text:
-            return [float(part) for part in text.split(",")]
+            return [_fraction(float(part)) for part in text.split(",")]
         start, stop, step = (float(part) for part in text.split(":"))
         count = math.floor((stop - start) / step + 1e-6) + 1
         if not 1 <= count <= MOST_BUDGETS:
             raise ValueError
-        return [round(start + i * step, 9) for i in range(count)]
+        return [_fraction(round(start + i * step, 9)) for i in range(count)]
     except (ValueError, ArithmeticError):
         raise BudgetError(
             f"Budgets are fractions such as 0.5, 0.1,0.3 or 0.1:0.6:0.1 (from : to : step); {text!r} is not."
         ) from None
+
+
+def _fraction(value: float) -> float:
+    if not 0 <= value < 1:  # NaN is neither
+        raise BudgetError(
+            f"A budget is a fraction from 0 to less than 1 of the routed slots, such as 0.5; not {value}."
+        )
+    return value
 
 
 def print_json(value: Any) -> None:

@@ -26,6 +26,7 @@ from .common import (
     print_json,
     settings,
 )
+from .outputs import check_output
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -76,7 +77,7 @@ def compare(
     from ..evaluate.subject import Subject
     from ..text import check_sizes, read_text
 
-    show.check_writable(output)
+    check_output(output, "results", text, plan, calibration)
     check_sizes(window, tokens, batch)
     read_text(text)
     common = {k: v for k, v in (("min_active", min_active), ("min_mass", min_mass)) if v is not None}
@@ -121,9 +122,10 @@ def _plan(path: Path | None, model: str) -> Plan:
 
 
 def _facts(subject: Subject, model: str) -> dict[str, Any]:
+    from ..checkpoint.model import called
     from ..evaluate.subject import facts
 
-    return facts(subject, Path(model).name, " ".join(["ace", *sys.argv[1:]]))
+    return facts(subject, called(model), " ".join(["ace", *sys.argv[1:]]))
 
 
 @app.command(epilog="Example: ace report results.json -o report.html")
@@ -136,7 +138,7 @@ def report(
     """One page with curves, tables and heat maps; it needs no network and opens in any browser."""
     from ..report.page import write_page
 
-    show.check_writable(output)
+    check_output(output, "page", *results)
     write_page(results, output, rival, title)
     show.print_line(out, f"{output}: {output.stat().st_size / 1024:.0f} kB; open it in a browser")
 
@@ -176,7 +178,7 @@ def study_thresholds(
     from ..policies import make
     from ..text import check_sizes, read_text
 
-    show.check_writable(output)
+    check_output(output, "results", plan, *text)
     check_sizes(window, tokens, batch)
     for path in text:
         read_text(path)

@@ -29,6 +29,7 @@ from .common import (
     print_json,
     settings,
 )
+from .outputs import check_output
 
 if TYPE_CHECKING:
     from ..plan import Plan
@@ -61,7 +62,7 @@ def tables(
     devices = tuple(device.split(","))
     for name in devices:
         check_device(name)
-    show.check_writable(output)
+    check_output(output, "plan")
     start = time.perf_counter()
     if stream or workers > 1 or layers is not None:
         plan = _in_parts(Job(model, output, stream, workers, devices, parse_layers(layers)), as_json)
@@ -138,7 +139,7 @@ def budget(
     """
     from ..checkpoint import MoEModel
     from ..loading import load_model, load_tokenizer, load_windows
-    from ..plan import Plan
+    from ..plan import Plan, update
     from ..planning import map_budgets
     from ..planning.partial import Partial
     from ..policies import choose
@@ -146,19 +147,19 @@ def budget(
     from ..tables import TABLES
     from ..text import check_sizes, read_text
 
-    had, made = Plan.load(plan), choose(**settings(policy, preset, gain, min_active, min_mass))
-    check_tables(had, made, set(TABLES), calibrates=True)
-    wanted = [check_budget(b, had.top_k, made.min_active) for b in parse_budgets(budgets)]
+    read, made = Plan.load(plan), choose(**settings(policy, preset, gain, min_active, min_mass))
+    check_tables(read, made, set(TABLES), calibrates=True)
+    wanted = [check_budget(b, read.top_k, made.min_active) for b in parse_budgets(budgets)]
     show.check_writable(plan)
     check_sizes(window, tokens, batch)
     read_text(text)  # a text that cannot serve is reported before gigabytes are loaded
     tokenizer, loaded = load_tokenizer(model), load_model(model, device, expand=expand)
     windows = load_windows(loaded, tokenizer, text, window, tokens)
-    had = had.check_model(MoEModel.of(loaded).fingerprint(), allow_other_weights)
+    had = read.check_model(MoEModel.of(loaded).fingerprint(), allow_other_weights)
     how: dict[str, Any] = {"batch": batch, "correct": correct, "again": again, "judged": fidelity}
     how |= {"partial": Partial(plan)}
-    mapped = map_budgets(loaded, had, made, windows, wanted, save=lambda p: p.save(plan), **how)
-    mapped.plan.save(plan)
+    mapped = map_budgets(loaded, had, made, windows, wanted, save=lambda p: update(plan, read, p), **how)
+    update(plan, read, mapped.plan)
     found, passes = mapped.entries, mapped.passes.count
     if as_json:
         return print_json({"plan": str(plan), "passes": passes, "thresholds": [show.entry_json(t) for t in found]})

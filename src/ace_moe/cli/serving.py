@@ -7,6 +7,7 @@ import importlib.util
 import json
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,6 +26,11 @@ from .common import (
     note,
 )
 
+REFUSED = {
+    "--enable-lora": "LoRA aligns all routed slots itself",
+    "--enable-dbo": "dual batch overlap splits a step in two",
+    "--enable-return-routed-experts": "it stores ids in unsigned bytes, where a skipped slot has none",
+}
 FORWARDED = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 
@@ -88,17 +94,17 @@ def parse_kernels(value: str) -> bool | int | str:
     names: dict[str, bool | str] = {"auto": "auto", "on": True, "off": False}
     if value in names:
         return names[value]
-    if value.isdigit():
+    if value.isascii() and value.isdigit():
         return int(value)
     raise OptionError(f"--kernels is auto, on, off or the largest number of tokens, not {value!r}.")
 
 
 def refuse_flags(flags: list[str]) -> None:
     """What the server would refuse minutes later, said at once."""
-    if any(flag.split("=")[0] == "--enable-lora" for flag in flags):
-        raise OptionError(
-            "ACE does not work with --enable-lora: LoRA aligns all routed slots itself. Serve without one of the two."
-        )
+    for flag in flags:
+        name = flag.partition("=")[0].replace("_", "-")  # vLLM takes both spellings
+        if name in REFUSED:
+            raise OptionError(f"ACE does not work with {name}: {REFUSED[name]}. Serve without one of the two.")
 
 
 def find_plan(model: str, plan: Path | None, settings: Any, text: Path | None) -> Path:
@@ -117,10 +123,12 @@ def find_plan(model: str, plan: Path | None, settings: Any, text: Path | None) -
 def map_missing(model: str, path: Path, settings: Any, text: Path) -> None:
     """Thresholds for the budgets that the plan has none for, as `ace budget` maps them."""
     from ..loading import load_model, load_tokenizer, load_windows
+    from ..plan import Plan, update
     from ..planning import map_budgets
     from ..runtime.settings import by_phase
 
-    plan, policy = settings.open(model)
+    read = Plan.load(path)
+    plan, policy = replace(settings, plan=str(path)).open(model)
     missing = []
     for budget in sorted({b for b in by_phase(settings.skip).values() if b != 0}):
         try:
@@ -132,7 +140,7 @@ def map_missing(model: str, path: Path, settings: Any, text: Path) -> None:
     note(f"mapping {', '.join(f'{b:.0%}' for b in missing)} on {text}, then serving")
     loaded = load_model(model)
     windows = load_windows(loaded, load_tokenizer(model), text, 1024, 65536)
-    map_budgets(loaded, plan, policy, windows, missing, save=lambda made: made.save(path))
+    map_budgets(loaded, plan, policy, windows, missing, save=lambda made: update(path, read, made))
 
 
 def check(model: str, settings: Any) -> None:
@@ -146,6 +154,19 @@ def check(model: str, settings: Any) -> None:
             if budget is not None:
                 thresholds(plan, policy, budget, settings.workload)
     check_content(plan, model, settings.allow_other_weights)
+    warn_of_head(model)
+
+
+def warn_of_head(model: str) -> None:
+    """A head that no file has would be left as it is made, and every token would be as likely as any other."""
+    from ..checkpoint import MoEModel
+
+    missing = MoEModel.open(model).missing_head
+    if missing is not None:
+        note(
+            f"{model} has no tensor for {missing}, and config.json does not tie it to the embeddings: a server would answer "
+            "with the same probability everywhere. Set tie_word_embeddings, or download the checkpoint again."
+        )
 
 
 def server_command(model: str, config: dict[str, Any], flags: list[str]) -> list[str]:
@@ -165,7 +186,7 @@ def server(model: str) -> list[str]:
         importlib.metadata.version("vllm")
         return [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", model]
     except importlib.metadata.PackageNotFoundError:
-        return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
+        return [sys.executable, "-m", "ace_moe.integrations.vllm.launch", "serve", model]
 
 
 def take_additional(flags: list[str]) -> tuple[list[str], dict[str, Any]]:

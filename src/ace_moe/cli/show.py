@@ -57,6 +57,8 @@ def check_folder(path: Path) -> None:
             f"{path} cannot be written: {f'no permission in {existing}' if existing.is_dir() else f'{existing} is a file'}. "
             "Choose another folder with -o."
         )
+    if (path / "config.json").exists():
+        raise OutputError(f"{path} is a checkpoint, which must stay as it is. Choose another folder with -o.")
 
 
 def plan_table(plan: Plan) -> Table:
@@ -326,13 +328,20 @@ def print_perplexity(console: Console, results: dict[str, Any], protocol: str, w
         print_line(console, f"requested {results['setup']['skip']:.1%}, realised {results['ace']['realised']:.2%}")
 
 
+def _points(value: float, digits: int = 1) -> str:
+    return f"{100 * value:+.{digits}f}"
+
+
 def tasks_table(results: dict[str, Any]) -> Table:
     rows = []
     for c in results["cells"]:
         change = c["change"]
-        against = f"{100 * change['value']:+.2f} ({change['low']:+.1%} … {change['high']:+.1%})" if change else ""
-        low, high = c["interval"]
-        value = f"{100 * c['value']:.2f} ({low:.1%} – {high:.1%})"
+        against = (
+            f"{_points(change['value'], 2)} points ({_points(change['low'])} … {_points(change['high'])})"
+            if change
+            else ""
+        )
+        value = f"{100 * c['value']:.2f} % ({' – '.join(f'{100 * bound:.1f}' for bound in c['interval'])})"
         rows.append([c["task"], c["metric"], f"{c['skip']:.0%}", f"{c['realised']:.2%}", value, against])
     columns = ["task", "metric", "budget", "realised", "score", "against unskipped"]
     return table(f"tasks: {results['settings']}", columns, rows)

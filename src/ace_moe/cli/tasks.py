@@ -27,6 +27,7 @@ from .common import (
     print_json,
     settings,
 )
+from .outputs import check_output
 
 if TYPE_CHECKING:
     from ..ace import ACE
@@ -63,20 +64,22 @@ def perplexity(
     as_json: AsJson = False,
 ) -> None:
     """WikiText-2 perplexity by protocol, with a 95 % interval and the realised ratio."""
+    from ..checkpoint.model import called
     from ..evaluate.perplexity import pieces, protocol_named
     from ..evaluate.quality import run, setup_of
-    from ..loading import load_model, load_tokenizer
+    from ..loading import check_window, load_model, load_tokenizer
     from ..text import check_sizes, read_text
 
     chosen = protocol_named(protocol)
     check_sizes(window, tokens, batch)
     if output is not None:
-        show.check_writable(output)
+        check_output(output, "results", text, plan)
     content = read_text(text)
     ace = _ace(plan, skip, allow_other_weights, settings(policy, preset, gain, min_active, min_mass))
     tokenizer, loaded = load_tokenizer(model), load_model(model, device, expand=expand)
+    check_window(loaded, window)
     windows = pieces(chosen, content, tokenizer, loaded.get_input_embeddings().num_embeddings, window, tokens)
-    facts = {"model": Path(model).name, "setup": setup_of(loaded, ace, skip, batch)}
+    facts = {"model": called(model), "setup": setup_of(loaded, ace, skip, batch)}
     with ace(loaded) if ace else nullcontext():
         results = run(loaded, ace, chosen, windows, output, facts, batch)
     if as_json:
@@ -123,7 +126,7 @@ def evaluate_tasks(
     from ..evaluate.sandbox import check_allowed
     from ..plan import Plan
 
-    show.check_writable(output)
+    check_output(output, "results", plan)
     names, skips = of.parse_tasks(tasks), parse_budgets(skip)
     known = {name: of.TASKS[name] for name in names if name in of.TASKS}
     check_harness(harness)

@@ -10,6 +10,7 @@ and its attention copies the cache for every query head.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -109,16 +110,34 @@ class Decoder:
         assert self.logits is not None
         return self.logits
 
-    def generate(self, ids: Tensor, new_tokens: int) -> Tensor:
-        """The prompt and `new_tokens` more, each the likeliest: [B, S + new_tokens]."""
+    def generate(self, ids: Tensor, new_tokens: int, stop: Sequence[int] | None = None) -> Tensor:
+        """The prompt and at most `new_tokens` more, each the likeliest: [B, S + n].
+
+        A sequence ends at a token of `stop` (by default the model's own end tokens) and is padded from there; none are
+        looked for where `stop` is empty, and no step then waits for the one before.
+        """
+        if new_tokens < 1:
+            raise OptionError(f"There is nothing to generate: ask for at least 1 token, not {new_tokens}.")
         if ids.shape[1] + new_tokens > self.length:
             raise OptionError(f"{ids.shape[1]} + {new_tokens} tokens do not fit into a cache of {self.length}.")
+        ends, padding = self._ends(stop)
         logits, out = self.prefill(ids), [ids]
+        ended = torch.zeros(self.batch, 1, dtype=torch.bool, device=ids.device)
         for _ in range(new_tokens):
-            out.append(logits.argmax(-1, keepdim=True))
-            if len(out) <= new_tokens:
-                logits = self.step(out[-1])
+            out.append(logits.argmax(-1, keepdim=True).masked_fill(ended, padding))
+            ended |= torch.isin(out[-1], ends)
+            if len(out) > new_tokens or (len(ends) and bool(ended.all())):
+                break
+            logits = self.step(out[-1])
         return torch.cat(out, 1)
+
+    def _ends(self, stop: Sequence[int] | None) -> tuple[Tensor, int]:
+        """(tokens that end a sequence, token that follows such an end)."""
+        known = getattr(self.model, "generation_config", self.model.config)
+        given = known.eos_token_id if stop is None else list(stop)
+        ends = torch.tensor(given if given is not None else [], dtype=torch.long, device=self.model.device).flatten()
+        padding = known.pad_token_id if known.pad_token_id is not None else int(ends[0]) if len(ends) else 0
+        return ends, padding
 
     def _advance(self, cache: StepCache) -> Tensor:
         """One step as it is captured: run, and move on by one."""

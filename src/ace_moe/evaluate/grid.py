@@ -32,6 +32,9 @@ class Grid:
     safeguards: dict[str, Any]
     correct: bool = True
 
+    def __post_init__(self) -> None:
+        make("share", **self.safeguards)  # what no policy can have is refused before a model is loaded
+
     def __iter__(self) -> Iterator[Key]:
         return (Key(m, g, b) for m in self.methods for g in self.gains for b in self.budgets)
 

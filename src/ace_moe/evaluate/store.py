@@ -7,23 +7,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..errors import OutputError, ResultError, brief
-from ..files import expand, replace_whole
+from ..errors import ResultError, brief
+from ..files import expand, write_whole
 
 SCHEMA = 1
 
 
 def write_json(path: str | Path, value: Mapping[str, Any]) -> None:
     """The file whole, or what was there before."""
-    path = expand(path)
-    text = json.dumps(value, separators=(",", ":"), allow_nan=False)
-    try:
-        replace_whole(path, text.encode())
-    except OSError as error:
-        raise OutputError(
-            f"The results could not be written to {path} ({error.strerror or brief(error)}). What was there is unchanged; "
-            "choose another place, or free space and run again."
-        ) from error
+    write_whole(path, json.dumps(value, separators=(",", ":"), allow_nan=False).encode(), "The results")
 
 
 def read_json(path: str | Path, kind: str) -> dict[str, Any]:

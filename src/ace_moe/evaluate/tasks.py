@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 from .. import progress
 from ..ace import ACE
+from ..checkpoint.model import called
 from ..errors import OptionError, TaskError, brief
 from ..files import expand
 from ..statistics import mean_difference, mean_interval
@@ -182,7 +183,7 @@ def read_rows(task: Task, path: Path) -> list[Row]:
     """The questions of a local file, each checked for the fields the task reads."""
     try:
         rows = [json.loads(line) for line in path.read_text(encoding="utf-8-sig").split("\n") if line.strip()]
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise TaskError(f"{path}: each line must be a JSON object ({brief(error)}). Mend the file.") from error
     for number, row in enumerate(rows, start=1):
         missing = [name for name in task.fields if not isinstance(row, dict) or name not in row]
@@ -190,9 +191,28 @@ def read_rows(task: Task, path: Path) -> list[Row]:
             raise TaskError(
                 f"{path}, line {number}: no field {missing[0]!r}. A question of {task.name} has: {', '.join(task.fields)}."
             )
+        _check_row(task, row, f"{path}, line {number}")
     if not rows:
         raise TaskError(f"{path} has no question. Put at least one JSON object into it.")
     return rows
+
+
+def _check_row(task: Task, row: Row, where: str) -> None:
+    """Whether it can be asked and judged, tried now: a harness would find out after the model is loaded."""
+    try:
+        texts = [
+            task.ask(row),
+            *(task.choices(row) if task.choices else []),
+            *([task.last_word(row)] if task.last_word else []),
+        ]
+        if not all(isinstance(text, str) for text in texts):
+            raise TypeError("a text is none")
+        if task.choices and task.gold and not 0 <= task.gold(row) < len(texts) - 1:
+            raise ValueError(f"answer {task.gold(row)} of {len(texts) - 1} choices")
+    except (ValueError, TypeError, AttributeError, KeyError, OverflowError) as error:
+        raise TaskError(
+            f"{where}: this is no question of {task.name} ({type(error).__name__}: {brief(error)}). Mend the file."
+        ) from error
 
 
 # ---- a run --------------------------------------------------------------------------------------------------------
@@ -244,7 +264,7 @@ def facts(model: str) -> Results:
     import transformers
 
     versions = {"ace_moe": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
-    return {"model": {"name": Path(model).name}, "environment": versions, "command": " ".join(["ace", *sys.argv[1:]])}
+    return {"model": {"name": called(model)}, "environment": versions, "command": " ".join(["ace", *sys.argv[1:]])}
 
 
 def describe(settings: Results, harness: str) -> str:

@@ -2,9 +2,29 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 from ..ace import ACE
+from ..checkpoint import resolve
+from ..errors import IntegrationError
+
+
+def folder_without_code(model: str | Path) -> str:
+    """The checkpoint's folder, for a harness that would run whatever code lies in it."""
+    folder = resolve(model)
+    for name in ("config.json", "tokenizer_config.json"):
+        try:
+            found = json.loads((folder / name).read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError):
+            continue  # the loader will say what is wrong with it
+        if isinstance(found, dict) and found.get("auto_map"):
+            raise IntegrationError(
+                f"{folder / name} names code of its own (auto_map), and code from a checkpoint is not run. If transformers "
+                "knows the architecture, remove `auto_map` from a copy; else use another model."
+            )
+    return str(folder)
 
 
 class Harness:

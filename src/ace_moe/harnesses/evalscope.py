@@ -19,7 +19,7 @@ from typing import Any
 from ..ace import ACE
 from ..errors import IntegrationError
 from ..evaluate.tasks import LONG, TASKS, Row, Task, check_source
-from .base import Harness
+from .base import Harness, folder_without_code
 
 try:
     from evalscope import TaskConfig, run_task
@@ -31,7 +31,9 @@ try:
     from evalscope.models.modelscope import ModelScopeAPI
     from evalscope.utils.multi_choices import MultipleChoiceTemplate
 except ImportError as error:
-    raise IntegrationError(f"EvalScope is not installed ({error}). Run: pip install 'ace-moe[eval]'") from error
+    raise IntegrationError(
+        f"EvalScope cannot be used here ({error}). What it needs comes with: pip install 'ace-moe[eval]'"
+    ) from error
 
 OURS = ("policy", "preset", "gain", "min_active", "min_mass", "workload", "allow_other_weights", "dispatch", "fusion")
 CHOICE, TEXT = "ace_choice", "ace_text"
@@ -44,7 +46,10 @@ class AceAPI(ModelScopeAPI):
     def __init__(self, model_name: str, plan: str, skip: float = 0.0, **options: Any):
         ours = {name: options.pop(name) for name in OURS if name in options}
         self.ace = ACE.load(plan, skip, **ours)  # a wrong plan is refused before the model is loaded
-        super().__init__(model_name, **options)
+        # EvalScope trusts a checkpoint's code; the folder is looked at first, and is the one that is loaded
+        super().__init__(
+            model_name, **{**options, "model_path": folder_without_code(options.get("model_path", model_name))}
+        )
         self.ace.attach(self.model)
 
 

@@ -23,7 +23,9 @@ try:
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
 except ImportError as error:
-    raise IntegrationError(f"lm-eval is not installed ({error}). Run: pip install 'ace-moe[eval]'") from error
+    raise IntegrationError(
+        f"lm-eval cannot be used here ({error}). What it needs comes with: pip install 'ace-moe[eval]'"
+    ) from error
 
 OURS = ("policy", "preset", "gain", "min_active", "min_mass", "workload", "allow_other_weights", "dispatch", "fusion")
 

@@ -18,8 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from ..errors import OutputError, PlanError, brief
-from ..files import expand, replace_whole
+from ..errors import PlanError, brief
 from . import metadata
 from .shapes import Expected, Tables, check_factor_names, check_layers, check_values
 
@@ -30,22 +29,13 @@ DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat1
 Names = dict[str, dict[str, str]]  # layer → table → name of its tensor
 
 
-def write(path: str | Path, tables: Tables, extra: Mapping[str, Tensor], ace: Mapping[str, Any]) -> Path:
-    """Write the whole file beside the target, flush it, then move it over the target."""
-    path = expand(path)
+def serialised(tables: Tables, extra: Mapping[str, Tensor], ace: Mapping[str, Any]) -> bytes:
+    """The file, before it is written."""
     tensors = {
         f"layers.{key}.{name}": _own(values.float()) for key, layer in tables.items() for name, values in layer.items()
     }
     kept = {name: _own(values) for name, values in extra.items()}
-    data = save({**tensors, **kept}, metadata={"ace": json.dumps({"schema": metadata.SCHEMA, **ace})})
-    try:
-        replace_whole(path, data)
-    except OSError as error:
-        raise OutputError(
-            f"The plan could not be written to {path} ({error.strerror or brief(error)}). Nothing was changed there; "
-            "choose another place, or free space and run again."
-        ) from error
-    return path
+    return save({**tensors, **kept}, metadata={"ace": json.dumps({"schema": metadata.SCHEMA, **ace})})
 
 
 def _own(values: Tensor) -> Tensor:
@@ -78,6 +68,16 @@ def _open(path: Path) -> safe_open:
 
 def _unreadable(path: Path, error: Exception) -> PlanError:
     return PlanError(f"{path} is not a readable safetensors file ({brief(error)}). {NO_PLAN}")
+
+
+def is_plan(path: Path) -> bool | None:
+    """Whether a safetensors file is a plan, by its header alone; None if it is no safetensors file."""
+    try:
+        _check_header(path)
+        with _open(path) as handle:
+            return "ace" in (handle.metadata() or {})
+    except (PlanError, SafetensorError, OSError):
+        return None
 
 
 def _check_header(path: Path) -> None:

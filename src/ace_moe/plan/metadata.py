@@ -15,7 +15,7 @@ from .fingerprint import Fingerprint
 from .shapes import check_declared
 
 SCHEMA, READS = 2, (1, 2)
-MOST_BYTES = 64 << 20  # of metadata; the largest plans we know have under 1 MiB
+MOST_BYTES = 4 << 20  # of metadata; the largest plans we know have under 1 MiB
 KNOWN = {
     "schema", "model", "fingerprint", "undefined", "other_weights", "calibrations", "shapes", "guarded", "thresholds",
     "recommendation",

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..errors import PlanError, brief
-from ..files import expand
+from ..files import expand, write_whole
 from . import file
 from .entries import Phase, Threshold, compared, look_up
 from .fingerprint import Fingerprint
@@ -45,7 +45,7 @@ class Plan:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Plan):
             return NotImplemented
-        return all(_equal(getattr(self, f.name), getattr(other, f.name)) for f in fields(self))
+        return all(equal(getattr(self, f.name), getattr(other, f.name)) for f in fields(self))
 
     # ---- tables -----------------------------------------------------------------------------------------------
 
@@ -128,7 +128,11 @@ class Plan:
 
     def save(self, path: str | Path) -> Path:
         """A half-written plan never replaces a good one."""
-        return file.write(path, self.tables, self.extra, self._metadata())
+        return write_whole(path, self.to_bytes(), "The plan")
+
+    def to_bytes(self) -> bytes:
+        """The whole file."""
+        return file.serialised(self.tables, self.extra, self._metadata())
 
     def _metadata(self) -> dict[str, Any]:
         return {
@@ -159,13 +163,13 @@ class Plan:
                 ) from error
 
 
-def _equal(one: Any, other: Any) -> bool:
+def equal(one: Any, other: Any) -> bool:
     """By value, tensors in dictionaries included."""
     if isinstance(one, Tensor) or isinstance(other, Tensor):
         alike = isinstance(one, Tensor) and isinstance(other, Tensor) and one.dtype == other.dtype
         return alike and torch.equal(one.cpu(), other.cpu())
     if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(_equal(value, other[key]) for key, value in one.items())
+        return one.keys() == other.keys() and all(equal(value, other[key]) for key, value in one.items())
     return bool(one == other)
 
 

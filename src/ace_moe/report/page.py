@@ -10,41 +10,32 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ResultError
-from ..evaluate.compare import KIND as COMPARE
 from ..evaluate.compare import against
-from ..evaluate.store import read_json
-from ..evaluate.thresholds import KIND as THRESHOLDS
-from ..files import expand
+from ..files import write_whole
+from .results import COMPARE, EVAL, THRESHOLDS, Results, read
 
-EVAL = "eval"
 SCRIPTS = ("base.js", "compare.js", "maps.js", "studies.js", "main.js")
 NOTES = (
     "Intervals are 95 % bootstrap intervals over windows or questions, widened for few of them; differences are paired. The "
     "realised ratio is counted while the model runs, not assumed.",
 )
-Results = dict[str, Any]
+MARK = '<script type="application/json" id="data">'  # what every page of ours has
 
 
 def write_page(paths: Sequence[Path], output: Path, rival: str | None = None, title: str | None = None) -> None:
     """The page for these results files, of any mix of commands."""
     kinds: dict[str, list[Results]] = {COMPARE: [], THRESHOLDS: [], EVAL: []}
     for path in paths:
-        kind = kind_of(path)
-        kinds[kind].append(read_json(path, kind))
-    expand(output).write_text(page(kinds[COMPARE], kinds[THRESHOLDS], kinds[EVAL], rival, title), encoding="utf-8")
+        kind, found = read(path)
+        kinds[kind].append(found)
+    made = page(kinds[COMPARE], kinds[THRESHOLDS], kinds[EVAL], rival, title)
+    write_whole(output, made.encode(), "The page")
 
 
-def kind_of(path: Path) -> str:
-    """What made a results file."""
-    try:
-        kind = json.loads(expand(path).read_text(encoding="utf-8")).get("kind")
-    except (OSError, ValueError, AttributeError, RecursionError):
-        kind = None
-    if kind not in (COMPARE, THRESHOLDS, EVAL):
-        raise ResultError(
-            f"{path} is no results file. Give files of `ace compare`, `ace study thresholds` or `ace eval`."
-        )
-    return kind
+def is_page(path: Path) -> bool:
+    """Whether a file is a page that was made here."""
+    data = path.read_bytes()
+    return MARK.encode() in data
 
 
 def page(

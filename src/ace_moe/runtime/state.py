@@ -1,4 +1,4 @@
-"""What rows are told, on every device that has layers: one tensor a device and a kind, changed in place, so that graphs see it."""
+"""What rows are told, on every device that has layers: tensors that are changed in place, so that graphs see the change."""
 
 from __future__ import annotations
 

@@ -13,10 +13,11 @@ from transformers import PreTrainedModel
 from .. import progress
 from ..checkpoint import MoELayer, MoEModel
 from ..checkpoint.model import check_sizes
-from ..errors import OutputError, StructureError
+from ..errors import OutputError, PlanError, StructureError
 from ..plan import Plan
 from . import TABLES, tables
 
+MOST_KEPT = 64  # plans of models that were given none; each has under a few MiB
 logger = logging.getLogger("vllm.ace_moe")  # what happens in an engine's worker is seen in its log
 
 
@@ -90,14 +91,38 @@ def automatic_plan(model: str | Path, say: Callable[[str], None] = logger.warnin
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{path}.lock"):
-            if not path.exists():
-                say(f"ACE: no plan was given; computing the tables of {moe.name} ({len(moe)} layers) into {path}.")
-                build_plan(moe).save(path)
-            else:
+            kept = _kept(path, say)
+            if kept is not None:
                 say(f"ACE: no plan was given; using the one made earlier at {path}.")
+                return kept
+            say(f"ACE: no plan was given; computing the tables of {moe.name} ({len(moe)} layers) into {path}.")
+            made = build_plan(moe)
+            made.save(path)
+            _forget_old(path)
+            return made
     except OSError as error:
         raise OutputError(
             f"A plan could not be kept in {path.parent} ({error.strerror or error}). Make one with `ace tables {model} -o "
             "plan.safetensors` and name it with --plan, or set ACE_CACHE to a folder that can be written."
         ) from error
-    return Plan.load(path)
+
+
+def _kept(path: Path, say: Callable[[str], None]) -> Plan | None:
+    """The plan that is kept there; None if there is none, or none that can be read any more."""
+    if not path.exists():
+        return None
+    try:
+        found = Plan.load(path)
+    except PlanError as error:
+        say(f"ACE: the plan kept from an earlier run cannot be used and is made again ({error})")
+        return None
+    os.utime(path)  # used now: the others are forgotten first
+    return found
+
+
+def _forget_old(newest: Path) -> None:
+    """The cache keeps the plans of so many models; those that were not used for longest go."""
+    plans = sorted(newest.parent.glob("*.safetensors"), key=lambda p: p.stat().st_mtime, reverse=True)
+    for old in plans[MOST_KEPT:]:
+        old.unlink(missing_ok=True)
+        Path(f"{old}.lock").unlink(missing_ok=True)

@@ -22,11 +22,13 @@ MIDDLEWARE = "ace_moe.integrations.vllm.http.AceMiddleware"
 def register() -> None:
     """vLLM calls this in the front end, the engine and every worker."""
     from . import requests, valve
+    from .early import check_early
     from .layers import register_layers
 
     register_layers()
     requests.listen()
     valve.listen()
+    check_early()
 
 
 def engine_args(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 from ...errors import AceError, OptionError
@@ -10,6 +11,7 @@ from ...runtime.settings import Skip
 from .skipping import Skipping, find
 
 OFF = "Skipping is not configured in this server. Start it with `ace serve`, or with an `ace` part in --additional-config."
+NOTICES = "notices"  # in a reply: what a budget is that was asked for, such as interpolated
 Reply = dict[str, Any]
 
 
@@ -26,16 +28,25 @@ class AceWorker:
         return {"error": OFF} if skipping is None else skipping.part(**_place(self.vllm_config)).to_json()
 
     def ace_set(
-        self, skip: Skip | None = None, threshold: float | list[float] | None = None, restore: bool | None = None
+        self,
+        skip: Skip | None = None,
+        threshold: float | list[float] | None = None,
+        restore: bool | None = None,
+        reset: bool = False,
     ) -> Reply:
+        """All of it or nothing: counters are reset once the budget is known to be one. Notices come with the reply."""
         skipping = find(self.vllm_config)
         if skipping is None:
             return {"error": OFF}
         try:
-            _set(skipping, skip, threshold, restore)
+            with warnings.catch_warnings(record=True) as noted:
+                warnings.simplefilter("always")
+                _set(skipping, skip, threshold, restore)
         except AceError as error:
             return {"error": str(error)}
-        return self.ace_report()
+        if reset:
+            skipping.reset()
+        return {**self.ace_report(), NOTICES: list(dict.fromkeys(str(note.message) for note in noted))}
 
     def ace_reset(self) -> Reply:
         skipping = find(self.vllm_config)
@@ -70,8 +81,21 @@ def _place(vllm_config: Any) -> dict[str, int]:
 
 
 def together(replies: Any) -> Reply:
-    """One report from the replies of all workers."""
-    return merge([Part.from_json(reply) for reply in replies])
+    """One report from the replies of all workers, with what they have to say about it."""
+    notices = [note for reply in replies for note in reply.get(NOTICES, ())]
+    report = merge(_parts(replies))
+    return {**report, NOTICES: list(dict.fromkeys(notices))} if notices else report
+
+
+def by_engine(replies: Any) -> dict[str, Reply]:
+    """A report for each engine of a data-parallel server, under the number vLLM's metrics have for it."""
+    parts = _parts(replies)
+    ranks = sorted({part.data_rank for part in parts})
+    return {str(rank): merge([part for part in parts if part.data_rank == rank]) for rank in ranks}
+
+
+def _parts(replies: Any) -> list[Part]:
+    return [Part.from_json({k: v for k, v in reply.items() if k != NOTICES}) for reply in replies]
 
 
 # ---- the offline engine -----------------------------------------------------------------------------------------

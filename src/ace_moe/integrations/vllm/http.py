@@ -4,7 +4,8 @@
     POST /ace {"skip": 0.4}         another budget, at once; {"skip": {"prefill": 0.5, "decode": 0.3}} by phase;
                                     {"threshold": 0.12} sets τ itself; {"reset": true} sets the counters to zero
 
-With --api-key (or VLLM_API_KEY) these need the key, as vLLM's /v1 routes do.
+The rules are those of vLLM's /v1 routes: with --api-key (or VLLM_API_KEY) they need the key, a body is
+`application/json`, and OPTIONS is open. A request is carried out whole or not at all.
 """
 
 from __future__ import annotations
@@ -17,13 +18,44 @@ import secrets
 from typing import Any
 
 from ...errors import AceError, OptionError, brief
-from .control import together
+from ...schema import Schema, flag, items, number, record
+from .control import by_engine, together
 from .metrics import exposition
 
 PATH = "/ace"
-KNOWN = {"skip", "threshold", "reset"}
+METHODS = "GET, POST, OPTIONS"
 LARGEST = 1 << 16  # bytes of a request
 PATIENCE = 30.0  # seconds to wait for the workers
+
+BUDGET, TAU = number(0, 1), number(0)
+PHASES = record({"prefill": BUDGET, "decode": BUDGET}, {"verify": BUDGET}, closed=True)
+BOTH = record({"both": BUDGET}, closed=True)
+
+
+def _budgets(value: Any, where: str) -> None:
+    (BUDGET if not isinstance(value, dict) else BOTH if "both" in value else PHASES)(value, where)
+
+
+def _thresholds(value: Any, where: str) -> None:
+    (items(TAU, 2, 3) if isinstance(value, list) else TAU)(value, where)
+
+
+# what a POST may hold; each name is an argument of the workers' `ace_set`
+FIELDS: dict[str, Schema] = {
+    "skip": _budgets,
+    "threshold": _thresholds,
+    "reset": flag,
+}
+BODY = record({}, FIELDS, closed=True)
+EXAMPLES = '{"skip": 0.4}, {"threshold": 0.12} or {"reset": true}'
+
+
+class RequestError(OptionError):
+    """A request that is not carried out, with its status."""
+
+    def __init__(self, status: int, message: str):
+        super().__init__(message)
+        self.status = status
 
 
 class AceMiddleware:
@@ -34,7 +66,7 @@ class AceMiddleware:
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         path = scope.get("path", "").removeprefix(scope.get("root_path", "")).rstrip("/")
-        if scope["type"] == "http" and path == PATH:
+        if scope["type"] == "http" and path == PATH and not _is_preflight(scope):
             await answer(scope, receive, send)
         elif scope["type"] == "http" and path == "/metrics" and scope["method"] == "GET":
             await self._metrics(scope, receive, send)
@@ -80,60 +112,105 @@ class AceMiddleware:
 async def _lines(scope: Any) -> bytes:
     """Our metrics, or a comment that says why there are none: vLLM's own must not be lost with them."""
     try:
-        return exposition(await ask(scope, "ace_report")).encode()
+        return exposition(by_engine(await _replies(scope, "ace_report")), _served_name(scope)).encode()
     except Exception as error:
         return f"# ace: no report from the workers: {brief(error)}\n".encode()
 
 
+def _served_name(scope: Any) -> str:
+    """The model's name as vLLM labels its own metrics."""
+    args = getattr(scope["app"].state, "args", None)
+    served = getattr(args, "served_model_name", None) or getattr(args, "model", "")
+    return str(served[0] if isinstance(served, list) else served)
+
+
+async def _replies(scope: Any, method: str, **arguments: Any) -> Any:
+    client = scope["app"].state.engine_client
+    return await asyncio.wait_for(client.collective_rpc(method, kwargs=arguments), PATIENCE)
+
+
 async def ask(scope: Any, method: str, **arguments: Any) -> dict[str, Any]:
     """One answer from all workers."""
-    client = scope["app"].state.engine_client
-    return together(await asyncio.wait_for(client.collective_rpc(method, kwargs=arguments), PATIENCE))
+    return together(await _replies(scope, method, **arguments))
 
 
 # ---- /ace -------------------------------------------------------------------------------------------------------
 
 
 async def answer(scope: Any, receive: Any, send: Any) -> None:
-    if not allowed(scope):
-        return await _reply(send, 401, {"error": "Unauthorized"})
+    """Every way a request can go ends here in one reply, or in none if nobody is there to read it."""
     try:
-        if scope["method"] == "GET":
-            return await _reply(send, 200, await ask(scope, "ace_report"))
-        if scope["method"] == "POST":
-            return await _reply(send, 200, await _change(scope, _wanted(await _body(receive))))
+        found = await _handled(scope, receive)
+    except RequestError as error:
+        return await _reply(send, error.status, {"error": str(error)})
     except AceError as error:
         return await _reply(send, 400, {"error": str(error)})
     except TimeoutError:
         return await _reply(send, 503, {"error": f"The workers did not answer within {PATIENCE:.0f} seconds."})
-    await _reply(send, 405, {"error": "GET reads the report, POST changes the budget."})
+    except ConnectionError:
+        return
+    except Exception as error:  # an engine that died raises what it likes
+        return await _reply(send, 500, {"error": f"The engine gave no answer ({brief(error)})."})
+    await _reply(send, 200, found)
 
 
-async def _change(scope: Any, wanted: dict[str, Any]) -> dict[str, Any]:
-    if wanted.pop("reset", False):
-        report = await ask(scope, "ace_reset")
-        if not wanted:
-            return report
+async def _handled(scope: Any, receive: Any) -> dict[str, Any]:
+    method = scope["method"]
+    if method == "OPTIONS":
+        return {"allow": METHODS}
+    if not allowed(scope):
+        raise RequestError(401, "Unauthorized")
+    if method == "GET":
+        return await ask(scope, "ace_report")
+    if method != "POST":
+        raise RequestError(405, "GET reads the report, POST changes the budget.")
+    if _header(scope, b"content-type").lower().partition(";")[0].strip() != "application/json":
+        raise RequestError(415, "Send the body as application/json.")  # browsers send nothing else to strangers unasked
+    wanted = _wanted(await _body(scope, receive))
+    if set(wanted) == {"reset"}:
+        return await ask(scope, "ace_reset")
     return await ask(scope, "ace_set", **wanted)
 
 
 def _wanted(body: bytes) -> dict[str, Any]:
+    """The body as arguments, checked whole before anything is done about it; what asks for nothing is left out."""
     try:
         wanted = json.loads(body)
-    except ValueError:
-        wanted = None
-    if not isinstance(wanted, dict) or not wanted or set(wanted) - KNOWN:
-        raise OptionError('Send a JSON object such as {"skip": 0.4}, {"threshold": 0.12} or {"reset": true}.')
+        BODY(wanted, "the body")
+    except (ValueError, RecursionError) as error:
+        raise RequestError(400, f"Send a JSON object such as {EXAMPLES}: {brief(error)}.") from None
+    wanted = {name: value for name, value in wanted.items() if value is not False}
+    if not wanted:
+        raise RequestError(400, f"The body asks for nothing. Send a JSON object such as {EXAMPLES}.")
+    if "skip" in wanted and "threshold" in wanted:
+        raise RequestError(400, "Give either a budget (skip) or a threshold, not both.")
     return wanted
 
 
-async def _body(receive: Any) -> bytes:
+async def _body(scope: Any, receive: Any) -> bytes:
+    """The whole body; one that was cut short by a disconnect is none."""
     body, more = b"", True
-    while more and len(body) <= LARGEST:
+    while more:
         message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ConnectionError
         body += message.get("body", b"")
         more = message.get("more_body", False)
-    return body[: LARGEST + 1]
+        if len(body) > LARGEST:
+            raise RequestError(413, f"A request has at most {LARGEST >> 10} KiB.")
+    declared = _header(scope, b"content-length")
+    if declared.isascii() and declared.isdigit() and int(declared) != len(body):
+        raise RequestError(400, f"The body has {len(body)} of the {declared} bytes it should have.")
+    return body
+
+
+def _header(scope: Any, name: bytes) -> str:
+    return next((v.decode("latin-1") for k, v in scope["headers"] if k.lower() == name), "")
+
+
+def _is_preflight(scope: Any) -> bool:
+    """A browser that asks whether a page of another origin may: answered by vLLM's own rules (--allowed-origins)."""
+    return scope["method"] == "OPTIONS" and bool(_header(scope, b"access-control-request-method"))
 
 
 def allowed(scope: Any) -> bool:
@@ -142,8 +219,7 @@ def allowed(scope: Any) -> bool:
     keys = [k for k in (getattr(args, "api_key", None) or [os.environ.get("VLLM_API_KEY")]) if k]
     if not keys:
         return True
-    header = dict(scope["headers"]).get(b"authorization", b"").decode("latin-1")
-    scheme, _, given = header.partition(" ")
+    scheme, _, given = _header(scope, b"authorization").partition(" ")
     digest = hashlib.sha256(given.encode()).digest()
     matches = [secrets.compare_digest(digest, hashlib.sha256(key.encode()).digest()) for key in keys]
     return scheme.lower() == "bearer" and any(matches)
@@ -152,5 +228,6 @@ def allowed(scope: Any) -> bool:
 async def _reply(send: Any, status: int, value: dict[str, Any]) -> None:
     body = json.dumps(value).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    headers += [(b"allow", METHODS.encode())] if status == 405 or "allow" in value else []
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})

@@ -9,8 +9,8 @@ from ...runtime.rows import PHASES
 from ...runtime.settings import by_phase
 
 
-def exposition(report: Mapping[str, Any]) -> str:
-    """Text for the end of a /metrics page.
+def exposition(reports: Mapping[str, Mapping[str, Any]], model: str) -> str:
+    """Text for the end of a /metrics page: the report of each engine, with vLLM's own labels `model_name` and `engine`.
 
     A registry of its own, made for one scrape: vLLM's is shared by several processes through files when there is more
     than one API server, and values set there by one process would be added up with the others'.
@@ -18,18 +18,18 @@ def exposition(report: Mapping[str, Any]) -> str:
     from prometheus_client import CollectorRegistry, generate_latest
 
     registry = CollectorRegistry()
-    registry.register(_Collector(report))
+    registry.register(_Collector(reports, model))
     return generate_latest(registry).decode()
 
 
 class _Collector:
-    def __init__(self, report: Mapping[str, Any]):
-        self.report = report
+    def __init__(self, reports: Mapping[str, Mapping[str, Any]], model: str):
+        self.reports, self.model = reports, model
 
     def collect(self) -> Iterator[Any]:
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-        by = ["layer", "phase"]
+        by, whole = ["model_name", "engine", "layer", "phase"], ["model_name", "engine", "phase"]
         yield self._by_layer(
             CounterMetricFamily("ace:slots_routed", "Routed slots of real tokens", labels=by), "routed"
         )
@@ -40,20 +40,22 @@ class _Collector:
             ),
             "realised",
         )
-        threshold = GaugeMetricFamily("ace:threshold", "Contribution under which a slot is skipped", labels=["phase"])
-        budget = GaugeMetricFamily("ace:budget", "Fraction of routed slots asked to be skipped", labels=["phase"])
-        for phase in PHASES:
-            threshold.add_metric([phase], self.report["threshold"][phase])
-            wanted = budget_of(self.report["skip"], phase)
-            if wanted is not None:
-                budget.add_metric([phase], wanted)
+        threshold = GaugeMetricFamily("ace:threshold", "Contribution under which a slot is skipped", labels=whole)
+        budget = GaugeMetricFamily("ace:budget", "Fraction of routed slots asked to be skipped", labels=whole)
+        for engine, report in self.reports.items():
+            for phase in PHASES:
+                threshold.add_metric([self.model, engine, phase], report["threshold"][phase])
+                wanted = budget_of(report["skip"], phase)
+                if wanted is not None:
+                    budget.add_metric([self.model, engine, phase], wanted)
         yield threshold
         yield budget
 
     def _by_layer(self, family: Any, name: str) -> Any:
-        for layer, phases in self.report["layers"].items():
-            for phase in (p for p in PHASES if p in phases):
-                family.add_metric([layer, phase], phases[phase][name])
+        for engine, report in self.reports.items():
+            for layer, phases in report["layers"].items():
+                for phase in (p for p in PHASES if p in phases):
+                    family.add_metric([self.model, engine, layer, phase], phases[phase][name])
         return family
 
 

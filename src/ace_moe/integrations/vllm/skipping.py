@@ -65,7 +65,7 @@ class Skipping:
     def __init__(self, vllm_config: Any, settings: Settings):
         refuse_unsupported(vllm_config)
         self.settings, self.model = settings, vllm_config.model_config.model
-        with _plain_torch():
+        with plain_torch():
             plan, policy = settings.open(self.model)
             if _first_rank():
                 check_content(plan, self.model, settings.allow_other_weights)
@@ -242,7 +242,7 @@ def refuse_unsupported(vllm_config: Any) -> None:
 
 
 @contextmanager
-def _plain_torch() -> Iterator[None]:
+def plain_torch() -> Iterator[None]:
     """vLLM builds layers under the model's own default type and device; reading a checkpoint must not inherit them."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)

@@ -1,0 +1,50 @@
+"""What reaches a terminal: no commands hidden in names, and no character that its encoding does not have."""
+
+from __future__ import annotations
+
+import codecs
+import re
+import sys
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+# control characters but tab and line end, and marks that turn the direction of what follows
+COMMANDS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+PLAIN = {
+    "–": "-",
+    "—": "-",
+    "−": "-",
+    "→": "->",
+    "…": "...",
+    "τ": "tau",
+    "×": "x",
+    "·": "-",
+    "±": "+-",
+    "∘": "*",
+}
+HANDLER = "ace_plain"
+
+
+class Plain(Console):
+    """Names of models, layers and files come from outside; what they hold is shown, not obeyed."""
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        return super().render_str(
+            COMMANDS.sub(lambda found: found[0].encode("unicode_escape").decode(), text), **options
+        )
+
+
+def speak_plainly() -> None:
+    """A terminal without – → τ gets what is nearest in its own characters, instead of nothing at all."""
+    codecs.register_error(HANDLER, _nearest)
+    for stream in (sys.stdout, sys.stderr):
+        reconfigure = getattr(stream, "reconfigure", None)
+        if reconfigure is not None and getattr(stream, "errors", None) in ("strict", "backslashreplace"):
+            reconfigure(errors=HANDLER)
+
+
+def _nearest(error: UnicodeError) -> tuple[str, int]:
+    assert isinstance(error, UnicodeEncodeError)
+    return "".join(PLAIN.get(c, "?") for c in error.object[error.start : error.end]), error.end

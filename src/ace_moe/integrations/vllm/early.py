@@ -1,0 +1,50 @@
+"""What is wrong in the `ace` part of a configuration is said by the front end, before an engine and its workers start."""
+
+from __future__ import annotations
+
+from functools import wraps
+from typing import Any
+
+from ...plan import Plan
+from ...policies import choose
+from ...runtime.settings import check_tables, thresholds
+from ...tables import TABLES
+from . import KEY
+from .settings import Settings, check_policy
+from .skipping import CONFIGURED, plain_torch
+
+
+def check_early() -> None:
+    """Put the check in front of vLLM's own making of a configuration, once."""
+    try:
+        from vllm.engine.arg_utils import EngineArgs
+
+        made = EngineArgs.create_engine_config
+    except (ImportError, AttributeError):  # a help alone: a plugin that fails here would be left out with all it does
+        return
+    if getattr(made, "checks_ace", False):
+        return
+
+    @wraps(made)
+    def create(self: Any, *args: Any, **kwargs: Any) -> Any:
+        check(self.additional_config)
+        return made(self, *args, **kwargs)
+
+    create.checks_ace = True  # type: ignore[attr-defined]
+    EngineArgs.create_engine_config = create
+
+
+def check(additional: Any) -> None:
+    """Settings, plan, policy and budget; that the plan is this model's is seen when its layers are built."""
+    given = additional.get(KEY, CONFIGURED) if isinstance(additional, dict) else CONFIGURED
+    if given == CONFIGURED:
+        return
+    settings = Settings.from_dict(given)
+    policy = choose(settings.policy, settings.preset, **settings.policy_settings)
+    check_policy(policy)
+    if settings.plan is None:
+        return  # it is made by the worker that comes first
+    with plain_torch():
+        plan = Plan.load(settings.plan)
+        check_tables(plan, policy, set(TABLES))
+        thresholds(plan, policy, settings.skip, settings.workload)

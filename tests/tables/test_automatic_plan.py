@@ -1,0 +1,58 @@
+"""The plan of a model that was given none: kept, found again, made again where it is damaged, and not kept for ever."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from ace_moe import Plan
+from ace_moe.demo import MODEL
+from ace_moe.tables import build
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("ACE_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def made(said: list[str]) -> Plan:
+    return build.automatic_plan(MODEL, said.append)
+
+
+def plans(cache: Path) -> list[Path]:
+    return sorted(cache.glob("*.safetensors"))
+
+
+def test_kept_and_found_again(cache: Path) -> None:
+    said: list[str] = []
+    assert made(said) == made(said) == Plan.load(plans(cache)[0])
+    assert ["computing" in said[0], "made earlier" in said[1], len(said)] == [True, True, 2]
+
+
+@pytest.mark.parametrize("damage", [b"", b"junk", None], ids=["empty", "junk", "cut"])
+def test_damaged_one_is_made_again(damage: bytes | None, cache: Path) -> None:
+    said: list[str] = []
+    whole = made(said)
+    (path,) = plans(cache)
+    path.write_bytes(path.read_bytes()[:-5] if damage is None else damage)
+    assert made(said) == whole == Plan.load(path)
+    assert any("cannot be used and is made again" in line for line in said)
+
+
+def test_the_oldest_are_forgotten(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "MOST_KEPT", 3)
+    cache.mkdir()
+    for age in range(1, 6):
+        old = cache / f"older-{age}.safetensors"
+        old.write_bytes(b"x")
+        Path(f"{old}.lock").touch()
+        os.utime(old, (1_000_000 - age, 1_000_000 - age))
+    made([])
+    assert [p.name for p in plans(cache) if p.name.startswith("older-")] == [
+        "older-1.safetensors",
+        "older-2.safetensors",
+    ]
+    assert len(plans(cache)) == 3 and len(list(cache.glob("older-*.lock"))) == 2
