@@ -67,8 +67,12 @@ def budget(
     model: Model,
     plan: PlanPath,
     text: Annotated[
-        Path, typer.Option(help="Unlabelled text of the kind the model will serve: .txt, or .jsonl with `text`.")
-    ],
+        Path | None,
+        typer.Option(
+            help="Unlabelled text of the kind the model will serve: .txt, or .jsonl with `text`. Default: the model "
+            "writes its own."
+        ),
+    ] = None,
     budgets: Annotated[str, typer.Option(help="Fractions to skip: 0.5, 0.1,0.3 or from:to:step.")] = "0.1:0.6:0.1",
     policy: PolicyName = "ace",
     preset: Preset = None,
@@ -95,9 +99,9 @@ def budget(
     What the policy needs beside, further tables or a calibration on the text's first windows, goes into the plan too.
     """
     from ..checkpoint import MoEModel
-    from ..loading import load_model, load_tokenizer, load_windows
+    from ..loading import load_model
     from ..plan import Plan
-    from ..planning import map_budgets
+    from ..planning import map_budgets, text_for
     from ..planning.partial import Partial
     from ..policies import choose
     from ..runtime.settings import check_budget, check_tables
@@ -109,9 +113,10 @@ def budget(
     wanted = [check_budget(b, had.top_k, made.min_active) for b in parse_budgets(budgets)]
     show.check_writable(plan)
     check_sizes(window, tokens, batch)
-    read_text(text)  # a text that cannot serve is reported before gigabytes are loaded
-    tokenizer, loaded = load_tokenizer(model), load_model(model, device)
-    windows = load_windows(loaded, tokenizer, text, window, tokens)
+    if text is not None:
+        read_text(text)  # a text that cannot serve is reported before gigabytes are loaded
+    loaded = load_model(model, device)
+    windows = text_for(loaded, model, text, window, tokens)
     had = had.check_model(MoEModel.of(loaded).fingerprint(), allow_other_weights)
     how: dict[str, Any] = {"batch": batch, "correct": correct, "again": again, "judged": fidelity}
     how |= {"partial": Partial(plan)}

@@ -7,6 +7,7 @@ import importlib.util
 import json
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -42,7 +43,8 @@ def serve(
     skip_prefill: Annotated[float | None, typer.Option(help="Another budget for prompts.")] = None,
     skip_decode: Annotated[float | None, typer.Option(help="Another budget for generated tokens.")] = None,
     text: Annotated[
-        Path | None, typer.Option(help="Text to map the budget on, where the plan has none for it.")
+        Path | None,
+        typer.Option(help="Text to map the budget on, where the plan has none for it. Default: the model's own."),
     ] = None,
     policy: PolicyName = "ace",
     preset: Preset = None,
@@ -94,37 +96,39 @@ def refuse_flags(flags: list[str]) -> None:
 
 
 def find_plan(model: str, plan: Path | None, settings: Any, text: Path | None) -> Path:
-    """The plan file, made where there is none; with a text, its thresholds too."""
+    """The plan file, made where there is none, with thresholds for the budgets that were asked."""
     from ..tables.build import automatic_plan, automatic_plan_path
 
     if plan is None:
         automatic_plan(model, say=lambda message: note(message.removeprefix("ACE: ")))
         plan = automatic_plan_path(model)[0]
     plan = plan.expanduser().absolute()
-    if text is not None:
-        map_missing(model, plan, settings, text)
+    map_missing(model, replace(settings, plan=str(plan)), text)
     return plan
 
 
-def map_missing(model: str, path: Path, settings: Any, text: Path) -> None:
+def map_missing(model: str, settings: Any, text: Path | None) -> None:
     """Thresholds for the budgets that the plan has none for, as `ace budget` maps them."""
-    from ..loading import load_model, load_tokenizer, load_windows
-    from ..planning import map_budgets
-    from ..runtime.settings import by_phase
+    from ..integrations.vllm.settings import check_content
+    from ..loading import load_model
+    from ..planning import map_budgets, text_for
+    from ..runtime.settings import by_phase, check_budget
 
     plan, policy = settings.open(model)
     missing = []
-    for budget in sorted({b for b in by_phase(settings.skip).values() if b != 0}):
+    for budget in sorted({check_budget(b, plan.top_k, policy.min_active) for b in by_phase(settings.skip).values()}):
         try:
             plan.threshold(policy.settings, budget, workload=settings.workload)
         except BudgetError:
             missing.append(budget)
-    if not missing:
+    if not missing or (settings.workload is not None and text is None):
         return
-    note(f"mapping {', '.join(f'{b:.0%}' for b in missing)} on {text}, then serving")
+    check_content(plan, model, settings.allow_other_weights)
+    where = text or "text that the model writes itself"
+    note(f"mapping {', '.join(f'{b:.0%}' for b in missing)} on {where}, then serving")
     loaded = load_model(model)
-    windows = load_windows(loaded, load_tokenizer(model), text, 1024, 65536)
-    map_budgets(loaded, plan, policy, windows, missing, save=lambda made: made.save(path))
+    windows = text_for(loaded, model, text)
+    map_budgets(loaded, plan, policy, windows, missing, save=lambda made: made.save(settings.plan))
 
 
 def check(model: str, settings: Any) -> None:

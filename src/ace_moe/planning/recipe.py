@@ -5,7 +5,6 @@ Everyone who maps calls it: `ACE`, `ace budget`, `ace serve --text`, the demo, c
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
@@ -20,7 +19,7 @@ from ..policies import PRESETS, Policy
 from ..runtime.settings import check_budget
 from ..scoring import predicts
 from ..tables.build import add_tables
-from ..text import Windows
+from ..text import Windows, windows_of
 from . import mapping
 from .judge import judge
 from .mapping import Fit, Histogram
@@ -49,9 +48,7 @@ def calibrate(plan: Plan, policy: Policy, model: PreTrainedModel, windows: Windo
 
 def calibration_part(windows: Windows) -> Windows:
     """The first windows of a text: the cited methods use few samples, and some take a pass for every layer or expert."""
-    ids = windows.ids[:CALIBRATED_ON]
-    digest = hashlib.sha256(ids.contiguous().numpy().tobytes()).hexdigest()
-    return Windows(ids, replace(windows.workload, sha256=digest, tokens=ids.numel()))
+    return windows_of(windows.ids[:CALIBRATED_ON], windows.workload.name)
 
 
 def prepare(plan: Plan, policy: Policy, model: PreTrainedModel, windows: Windows | None) -> Plan:
