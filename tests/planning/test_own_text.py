@@ -19,9 +19,10 @@ from ace_moe.demo import MODEL
 from ace_moe.errors import BudgetError, TextError
 from ace_moe.integrations.vllm.settings import Settings
 from ace_moe.loading import load_tokenizer
+from ace_moe.plan import OWN as NAME
 from ace_moe.plan import Plan
 from ace_moe.planning import own_windows, text_for
-from ace_moe.planning.own_text import LONGEST_TURN, NAME, Turns, Writer, first_token
+from ace_moe.planning.own_text import LONGEST_TURN, Turns, Writer, first_token
 from command import run_ace
 
 CHAT = (

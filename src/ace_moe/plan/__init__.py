@@ -1,9 +1,13 @@
 """The plan: tables, thresholds, settings and model fingerprint in one safetensors file."""
 
-from .entries import Phase, Threshold, Workload
+from .answers import Answer
+from .curves import Curve
+from .entries import OWN, Phase, Threshold, Workload
 from .fingerprint import Fingerprint, Routers, Sample, structure_difference
 from .record import Plan, missing_table
+from .workloads import labels
 
 __all__ = [
-    "Fingerprint", "Phase", "Plan", "Routers", "Sample", "Threshold", "Workload", "missing_table", "structure_difference",
+    "OWN", "Answer", "Curve", "Fingerprint", "Phase", "Plan", "Routers", "Sample", "Threshold", "Workload", "labels",
+    "missing_table", "structure_difference",
 ]  # fmt: skip

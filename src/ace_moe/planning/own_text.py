@@ -18,10 +18,10 @@ from transformers import PreTrainedModel
 from .. import progress
 from ..errors import ModelError, TextError
 from ..loading import load_tokenizer, load_windows
+from ..plan import OWN
 from ..scoring import predicts
 from ..text import Windows, windows_of
 
-NAME = "own text"
 SAMPLES, LENGTH, SEED = 8, 256, 0
 LONGEST_TURN = 64  # tokens of a user's turn, so that most of a sample is answer
 MARK = "ACEMARK"
@@ -119,7 +119,7 @@ def own_windows(
     if not predicts(model):
         raise TextError("The model predicts no tokens, so it cannot write its own text. Give one: --text FILE.")
     turns = Turns.of(model, tokenizer)
-    return windows_of(_sample(model, [Writer(turns) for _ in range(samples)], length, seed), NAME)
+    return windows_of(_sample(model, [Writer(turns) for _ in range(samples)], length, seed), OWN)
 
 
 @torch.no_grad()  # what comes out is an ordinary tensor, as a text's windows are

@@ -14,15 +14,16 @@ from transformers import PreTrainedModel
 from .. import progress
 from ..checkpoint import MoEModel
 from ..errors import BudgetError
-from ..plan import Plan, Threshold
+from ..plan import Curve, Plan, Threshold
 from ..policies import PRESETS, Policy
 from ..runtime.settings import check_budget
 from ..scoring import predicts
 from ..tables.build import add_tables
 from ..text import Windows, windows_of
 from . import mapping
+from .curves import curve_of
 from .judge import judge
-from .mapping import Fit, Histogram
+from .mapping import Dense, Fit, Histogram
 from .partial import Partial
 from .passes import Counted, Passes, Run, attached, read_through
 
@@ -103,7 +104,10 @@ def map_budgets(
     with attached(model, plan, policy) as runtime, partial or nullcontext():
         passes, fits = Passes(runtime, model, windows, batch, run), dict(known)
         todo = [b for b in wanted if b not in known]
-        dense = _dense(passes, policy, partial) if todo else None
+        known_curve = None if again else plan.curve(policy.settings, windows.workload.sha256)
+        dense = _dense(passes, partial, known_curve) if todo or known_curve is None else None
+        if isinstance(dense, Histogram):
+            plan = plan.with_curve(curve_of(dense, policy, windows.workload))
         with progress.task("budgets", len(todo)) as task:
             for budget in todo:
                 fits[budget] = fit_budgets(passes, [budget], correct=correct, dense=dense)[0]
@@ -134,11 +138,13 @@ def _of(entry: Threshold, policy: Policy, windows: Windows) -> bool:
     return same and entry.phase == "both"
 
 
-def _dense(passes: Passes, policy: Policy, partial: Partial | None) -> Histogram | None:
-    """The unskipped model's histogram: from a run that was stopped, if there is one, else by a pass."""
-    if policy.mapping != "quantile":
+def _dense(passes: Passes, partial: Partial | None, known: Curve | None) -> Dense | None:
+    """The unskipped model's histogram: from a run that was stopped, if there is one, else its curve, else by a pass."""
+    if passes.policy.mapping != "quantile":
         return None
     found = None if partial is None else partial.load(passes)
+    if found is None and known is not None:
+        return known
     if found is None:
         found = passes(0.0)
         if partial is not None:
@@ -156,7 +162,7 @@ def known_fit(plan: Plan, policy: Policy, windows: Windows, budget: float, corre
 
 
 def fit_budgets(
-    passes: Passes, budgets: Sequence[float], *, correct: bool = True, dense: Histogram | None = None
+    passes: Passes, budgets: Sequence[float], *, correct: bool = True, dense: Dense | None = None
 ) -> list[Fit]:
     """One dense pass maps every budget; then, if asked, correction passes of the skipped model for each.
 
