@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from ace_moe import ACE
 from ace_moe.cli.serving import find_plan
-from ace_moe.demo import MODEL
+from ace_moe.demo import MODEL, TEXT
 from ace_moe.errors import BudgetError, TextError
 from ace_moe.integrations.vllm.settings import Settings
 from ace_moe.loading import load_tokenizer
@@ -156,7 +156,7 @@ def test_serving_maps_what_is_missing_before_vllm_starts(demo_plan: Plan, tmp_pa
     """Into the plan that was given, once; a named workload is not replaced, and no budget is mapped that cannot be met."""
     path = demo_plan.save(tmp_path / "plan.safetensors")
     settings = Settings.from_dict({"skip": 0.5, "policy": "share"})
-    assert find_plan(str(MODEL), path, settings, None) == path
+    assert find_plan(str(MODEL), path, settings, None) == (path, None)
     (entry,) = Plan.load(path).thresholds
     assert (entry.budget, entry.workload.name) == (0.5, NAME)
     before = path.read_bytes()
@@ -165,3 +165,15 @@ def test_serving_maps_what_is_missing_before_vllm_starts(demo_plan: Plan, tmp_pa
     with pytest.raises(BudgetError, match="cannot be met"):
         find_plan(str(MODEL), path, replace(settings, skip=0.95), None)
     assert path.read_bytes() == before
+
+
+def test_serving_takes_the_text_that_was_given(demo_plan: Plan, tmp_path: Path, shorter: None) -> None:
+    """Own text is in the plan already: a given text is mapped all the same, once, and its thresholds are what is served."""
+    path, text = demo_plan.save(tmp_path / "plan.safetensors"), tmp_path / "sample.txt"
+    settings = Settings.from_dict({"skip": 0.5, "policy": "share"})
+    find_plan(str(MODEL), path, settings, None)
+    text.write_text(TEXT.read_text(encoding="utf-8")[:6000], encoding="utf-8")
+    assert find_plan(str(MODEL), path, settings, text) == (path, "sample.txt")
+    before = path.read_bytes()
+    assert [t.workload.name for t in Plan.load(path).thresholds] == [NAME, "sample.txt"]
+    assert find_plan(str(MODEL), path, settings, text) == (path, "sample.txt") and path.read_bytes() == before

@@ -54,6 +54,10 @@ Preset = Annotated[str | None, typer.Option(help="paper: the paper's method, unc
 GainName = Annotated[str | None, typer.Option(help="How kept gates are rescaled: power, kept, none.")]
 MinActive = Annotated[int | None, typer.Option(help="Experts that always run for a token.")]
 MinMass = Annotated[float | None, typer.Option(help="Share of a token's gate mass that always runs.")]
+WorkloadName = Annotated[
+    str | None,
+    typer.Option("--workload", help="Thresholds of this text, if the plan has several. Default: the plan's own."),
+]
 AllowOtherWeights = Annotated[bool, typer.Option(help="The model is a quantised copy of the plan's.")]
 
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from . import show
+from . import show, show_texts
 from .common import (
     AllowOtherWeights,
     AsJson,
@@ -20,6 +20,7 @@ from .common import (
     PlanPath,
     PolicyName,
     Preset,
+    WorkloadName,
     app,
     err,
     note,
@@ -67,10 +68,10 @@ def budget(
     model: Model,
     plan: PlanPath,
     text: Annotated[
-        Path | None,
+        list[Path] | None,
         typer.Option(
-            help="Unlabelled text of the kind the model will serve: .txt, or .jsonl with `text`. Default: the model "
-            "writes its own."
+            help="Unlabelled text of the kind the model will serve: .txt, or .jsonl with `text`; several are mapped one by one "
+            "and together, as `mixed`. Default: the model writes its own."
         ),
     ] = None,
     budgets: Annotated[str, typer.Option(help="Fractions to skip: 0.5, 0.1,0.3 or from:to:step.")] = "0.1:0.6:0.1",
@@ -90,6 +91,10 @@ def budget(
     ] = None,
     fidelity: Annotated[bool, typer.Option(help="Also measure how far each threshold moves predictions (KL).")] = True,
     again: Annotated[bool, typer.Option(help="Map budgets again that the plan has for this text already.")] = False,
+    default: Annotated[
+        bool,
+        typer.Option("--default", help="Use this text (of several: mixed) where none is named. Default: the first."),
+    ] = False,
     allow_other_weights: AllowOtherWeights = False,
     device: Device = None,
     as_json: AsJson = False,
@@ -101,7 +106,7 @@ def budget(
     from ..checkpoint import MoEModel
     from ..loading import load_model
     from ..plan import Plan
-    from ..planning import map_budgets, text_for
+    from ..planning import map_budgets, texts_for
     from ..planning.partial import Partial
     from ..policies import choose
     from ..runtime.settings import check_budget, check_tables
@@ -113,20 +118,26 @@ def budget(
     wanted = [check_budget(b, had.top_k, made.min_active) for b in parse_budgets(budgets)]
     show.check_writable(plan)
     check_sizes(window, tokens, batch)
-    if text is not None:
-        read_text(text)  # a text that cannot serve is reported before gigabytes are loaded
+    for path in text or ():
+        read_text(path)  # a text that cannot serve is reported before gigabytes are loaded
     loaded = load_model(model, device)
-    windows = text_for(loaded, model, text, window, tokens)
+    workloads = texts_for(loaded, model, text or (), window, tokens)
     had = had.check_model(MoEModel.of(loaded).fingerprint(), allow_other_weights)
     how: dict[str, Any] = {"batch": batch, "correct": correct, "again": again, "judged": fidelity}
     how |= {"partial": Partial(plan)}
-    mapped = map_budgets(loaded, had, made, windows, wanted, save=lambda p: p.save(plan), **how)
-    mapped.plan.save(plan)
-    found, passes = mapped.entries, mapped.passes.count
+    every, passes = [], 0
+    for windows in workloads:
+        mapped = map_budgets(loaded, had, made, windows, wanted, save=lambda p: p.save(plan), **how)
+        had = mapped.plan.with_default(windows.workload) if default else mapped.plan
+        had.save(plan)
+        every += mapped.entries
+        passes += mapped.passes.count
+        if not as_json:
+            out.print(show.entries_table(mapped.entries))
+            said = f"{len(wanted)} thresholds from {windows.workload.tokens:,} tokens of {windows.workload.name}"
+            show.print_line(out, f"{plan}: {said} in {mapped.passes.count} passes.")
     if as_json:
-        return print_json({"plan": str(plan), "passes": passes, "thresholds": [show.entry_json(t) for t in found]})
-    out.print(show.entries_table(found))
-    show.print_line(out, f"{plan}: {len(found)} thresholds from {windows.workload.tokens:,} tokens in {passes} passes.")
+        print_json({"plan": str(plan), "passes": passes, "thresholds": [show.entry_json(t) for t in every]})
 
 
 @app.command(
@@ -142,6 +153,7 @@ def run(
     gain: GainName = None,
     min_active: MinActive = None,
     min_mass: MinMass = None,
+    workload: WorkloadName = None,
     max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate.")] = 64,
     allow_other_weights: AllowOtherWeights = False,
     device: Device = None,
@@ -153,7 +165,7 @@ def run(
 
     check_prompt(prompt, max_new_tokens)
     options = settings(policy, preset, gain, min_active, min_mass)
-    ace = ACE.load(plan, skip, allow_other_weights=allow_other_weights, **options)
+    ace = ACE.load(plan, skip, workload=workload, allow_other_weights=allow_other_weights, **options)
     tokenizer, loaded = load_tokenizer(model), load_model(model, device)
     with ace(loaded):
         text = generate(loaded, tokenizer, prompt, max_new_tokens)
@@ -178,7 +190,11 @@ def inspect(
 
     if Path(target).is_file() or target.endswith(".safetensors"):
         plan = Plan.load(target)
-        return print_json(show.plan_json(plan)) if as_json else show.print_plan(out, plan)
+        texts = show_texts.texts_json(plan)
+        if as_json:
+            return print_json(show.plan_json(plan) | {"workloads": texts})
+        show.print_plan(out, plan)
+        return out.print(show_texts.texts_table(texts)) if texts else None
     moe = MoEModel.open(target)
     return print_json(show.model_json(moe)) if as_json else show.print_model(out, moe)
 

@@ -22,6 +22,7 @@ from .common import (
     Model,
     PolicyName,
     Preset,
+    WorkloadName,
     app,
     note,
 )
@@ -51,7 +52,7 @@ def serve(
     gain: GainName = None,
     min_active: MinActive = None,
     min_mass: MinMass = None,
-    workload: Annotated[str | None, typer.Option(help="Thresholds of this text, if the plan has several.")] = None,
+    workload: WorkloadName = None,
     kernels: Annotated[str, typer.Option(help="Our kernels: auto, on, off or a largest number of tokens.")] = "auto",
     allow_other_weights: AllowOtherWeights = False,
     dry_run: Annotated[bool, typer.Option(help="Check everything, print vLLM's command and stop.")] = False,
@@ -70,7 +71,8 @@ def serve(
     }  # fmt: skip
     config = {k: v for k, v in given.items() if v is not None and (k, v) != ("allow_other_weights", False)}
     refuse_flags(context.args)
-    config["plan"] = str(find_plan(model, plan, Settings.from_dict(config), text))
+    path, named = find_plan(model, plan, Settings.from_dict(config), text)
+    config |= {"plan": str(path)} | ({"workload": named} if named else {})
     check(model, Settings.from_dict(config))
     command = server_command(model, config, context.args)
     if dry_run:
@@ -95,40 +97,57 @@ def refuse_flags(flags: list[str]) -> None:
         )
 
 
-def find_plan(model: str, plan: Path | None, settings: Any, text: Path | None) -> Path:
-    """The plan file, made where there is none, with thresholds for the budgets that were asked."""
+def find_plan(model: str, plan: Path | None, settings: Any, text: Path | None) -> tuple[Path, str | None]:
+    """The plan file, made where there is none, with thresholds for the budgets that were asked; and which text's to take."""
     from ..tables.build import automatic_plan, automatic_plan_path
 
     if plan is None:
         automatic_plan(model, say=lambda message: note(message.removeprefix("ACE: ")))
         plan = automatic_plan_path(model)[0]
     plan = plan.expanduser().absolute()
-    map_missing(model, replace(settings, plan=str(plan)), text)
-    return plan
+    return plan, map_missing(model, replace(settings, plan=str(plan)), text)
 
 
-def map_missing(model: str, settings: Any, text: Path | None) -> None:
-    """Thresholds for the budgets that the plan has none for, as `ace budget` maps them."""
+def map_missing(model: str, settings: Any, text: Path | None) -> str | None:
+    """Thresholds for the budgets that the plan has none for, as `ace budget` maps them; the name of the text to take."""
     from ..integrations.vllm.settings import check_content
     from ..loading import load_model
+    from ..plan import labels
     from ..planning import map_budgets, text_for
     from ..runtime.settings import by_phase, check_budget
 
     plan, policy = settings.open(model)
-    missing = []
-    for budget in sorted({check_budget(b, plan.top_k, policy.min_active) for b in by_phase(settings.skip).values()}):
-        try:
-            plan.threshold(policy.settings, budget, workload=settings.workload)
-        except BudgetError:
-            missing.append(budget)
-    if not missing or (settings.workload is not None and text is None):
-        return
-    check_content(plan, model, settings.allow_other_weights)
-    where = text or "text that the model writes itself"
-    note(f"mapping {', '.join(f'{b:.0%}' for b in missing)} on {where}, then serving")
-    loaded = load_model(model)
-    windows = text_for(loaded, model, text)
-    map_budgets(loaded, plan, policy, windows, missing, save=lambda made: made.save(settings.plan))
+    wanted = {check_budget(b, plan.top_k, policy.min_active) for b in by_phase(settings.skip).values()} - {0.0}
+    given = None if text is None else _tokens(model, text)
+    missing = sorted(b for b in wanted if not _known(plan, policy, b, settings.workload, given))
+    if missing and (text is not None or settings.workload is None):
+        check_content(plan, model, settings.allow_other_weights)
+        where = text or "text that the model writes itself"
+        note(f"mapping {', '.join(f'{b:.0%}' for b in missing)} on {where}, then serving")
+        loaded = load_model(model)
+        windows = text_for(loaded, model, text)
+        plan = map_budgets(loaded, plan, policy, windows, missing, save=lambda made: made.save(settings.plan)).plan
+    return settings.workload if given is None else labels(plan.workloads).get(given)
+
+
+def _tokens(model: str, text: Path) -> str:
+    """The hash that the text goes by."""
+    from ..loading import load_tokenizer
+    from ..text import cut, read_text
+
+    return cut(read_text(text), load_tokenizer(model), 1024, 65536, sys.maxsize, text.name).workload.sha256
+
+
+def _known(plan: Any, policy: Any, budget: float, workload: str | None, given: str | None) -> bool:
+    """Whether the plan has a threshold; on a text that was given, one of its own."""
+    if given is not None:
+        own = [t for t in plan.thresholds if t.workload.sha256 == given and t.fits(policy.settings)]
+        return any(abs(t.budget - budget) < 1e-9 for t in own)
+    try:
+        plan.threshold(policy.settings, budget, workload=workload)
+    except BudgetError:
+        return False
+    return True
 
 
 def check(model: str, settings: Any) -> None:

@@ -97,7 +97,7 @@ def _distance(entry: Threshold) -> list[str]:
 
 def entry_json(entry: Threshold) -> dict[str, Any]:
     names = ("budget", "threshold", "realised", "passes", "corrected", "fidelity")
-    return {name: getattr(entry, name) for name in names}
+    return {name: getattr(entry, name) for name in names} | {"workload": entry.workload.name}
 
 
 def demo_table(cells: Sequence[Cell]) -> Table:

@@ -20,6 +20,7 @@ from .common import (
     Model,
     PolicyName,
     Preset,
+    WorkloadName,
     app,
     out,
     parse_budgets,
@@ -52,6 +53,7 @@ def perplexity(
     gain: GainName = None,
     min_active: MinActive = None,
     min_mass: MinMass = None,
+    workload: WorkloadName = None,
     window: Annotated[int, typer.Option(help="Tokens in a window.")] = 2048,
     tokens: Annotated[int | None, typer.Option(help="Tokens of the text to use. Default: all.")] = None,
     batch: Annotated[int, typer.Option(help="Windows at a time.")] = 1,
@@ -71,7 +73,8 @@ def perplexity(
     if output is not None:
         show.check_writable(output)
     content = read_text(text)
-    ace = _ace(plan, skip, allow_other_weights, settings(policy, preset, gain, min_active, min_mass))
+    options = settings(policy, preset, gain, min_active, min_mass)
+    ace = _ace(plan, skip, allow_other_weights, {**options, "workload": workload})
     tokenizer, loaded = load_tokenizer(model), load_model(model, device)
     windows = pieces(chosen, content, tokenizer, loaded.get_input_embeddings().num_embeddings, window, tokens)
     facts = {"model": Path(model).name, "setup": setup_of(loaded, ace, skip, batch)}
@@ -112,6 +115,7 @@ def evaluate_tasks(
     policy: PolicyName = "ace",
     preset: Preset = None,
     gain: GainName = None,
+    workload: WorkloadName = None,
     batch: Annotated[int, typer.Option(help="Questions at a time.")] = 1,
     device: Device = None,
     as_json: AsJson = False,
@@ -130,7 +134,7 @@ def evaluate_tasks(
         if task.runs_code:
             check_allowed(run_code, name)
     rows = {n: of.read_rows(t, path) for n, t in known.items() if (path := of.find_file(t, data)) is not None}
-    options = settings(policy, preset, gain, None, None)
+    options = settings(policy, preset, gain, None, None) | ({"workload": workload} if workload else {})
     made = _harness(harness, model, plan, options, device, batch, max_new_tokens, chat)
     settled = made.ace.policy.settings
     identity = {

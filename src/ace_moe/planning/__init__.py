@@ -1,7 +1,7 @@
 """From a model and a text to thresholds in a plan."""
 
 from .mapping import Fit, Histogram
-from .own_text import own_windows, text_for
+from .own_text import own_windows, text_for, texts_for
 from .recipe import Mapped, Passes, calibrate, calibration_part, fit_budgets, map_budgets, prepare
 
 __all__ = [
@@ -16,4 +16,5 @@ __all__ = [
     "own_windows",
     "prepare",
     "text_for",
+    "texts_for",
 ]

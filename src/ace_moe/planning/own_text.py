@@ -24,6 +24,7 @@ from ..text import Windows, windows_of
 
 SAMPLES, LENGTH, SEED = 8, 256, 0
 LONGEST_TURN = 64  # tokens of a user's turn, so that most of a sample is answer
+MIXED = "mixed"
 MARK = "ACEMARK"
 
 
@@ -110,6 +111,14 @@ def text_for(
     except TextError:  # it is asked for a chat template alone
         tokenizer = None
     return own_windows(model, tokenizer)
+
+
+def texts_for(
+    model: PreTrainedModel, source: str | Path, texts: Sequence[Path], window: int = 1024, tokens: int = 65536
+) -> list[Windows]:
+    """Each text, and behind several all of them together, in which each counts by its tokens."""
+    found = [text_for(model, source, text, window, tokens) for text in texts or (None,)]
+    return found if len(found) == 1 else [*found, windows_of(torch.cat([w.ids for w in found]), MIXED)]
 
 
 def own_windows(
