@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -41,13 +42,14 @@ def tables(
     """Compute the tables from the checkpoint alone and write a plan. No data, no GPU needed."""
     from ..checkpoint import MoEModel
     from ..loading import check_device
+    from ..provenance import provenance
     from ..tables.build import build_plan
 
     check_device(device)
     show.check_writable(output)
     start = time.perf_counter()
     moe = MoEModel.open(model)
-    plan = build_plan(moe, device=device)
+    plan = replace(build_plan(moe, device=device), made=(provenance(device),))
     plan.save(output)
     seconds = time.perf_counter() - start
     if as_json:
@@ -109,6 +111,7 @@ def budget(
     from ..planning import map_budgets, texts_for
     from ..planning.partial import Partial
     from ..policies import choose
+    from ..provenance import file_hash, provenance
     from ..runtime.settings import check_budget, check_tables
     from ..tables import TABLES
     from ..text import check_sizes, read_text
@@ -125,11 +128,17 @@ def budget(
     had = had.check_model(MoEModel.of(loaded).fingerprint(), allow_other_weights)
     how: dict[str, Any] = {"batch": batch, "correct": correct, "again": again, "judged": fidelity}
     how |= {"partial": Partial(plan)}
-    every, passes = [], 0
+    record = provenance(loaded.device, {path.name: file_hash(path) for path in text or ()})
+    every, passes, before = [], 0, had
+
+    def save(now: Plan) -> None:
+        """With the command that made it, unless nothing is new."""
+        (now if now == before else replace(now, made=(*before.made, record))).save(plan)
+
     for windows in workloads:
-        mapped = map_budgets(loaded, had, made, windows, wanted, save=lambda p: p.save(plan), **how)
+        mapped = map_budgets(loaded, had, made, windows, wanted, save=save, **how)
         had = mapped.plan.with_default(windows.workload) if default else mapped.plan
-        had.save(plan)
+        save(had)
         every += mapped.entries
         passes += mapped.passes.count
         if not as_json:

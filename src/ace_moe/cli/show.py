@@ -125,6 +125,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "guarded": plan.guarded,
         "thresholds": [asdict(t) for t in plan.thresholds],
         "recommendation": plan.recommendation,
+        "made": list(plan.made),
     }
 
 

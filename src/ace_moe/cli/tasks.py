@@ -66,6 +66,7 @@ def perplexity(
     from ..evaluate.perplexity import pieces, protocol_named
     from ..evaluate.quality import run, setup_of
     from ..loading import load_model, load_tokenizer
+    from ..provenance import file_hash, provenance
     from ..text import check_sizes, read_text
 
     chosen = protocol_named(protocol)
@@ -78,6 +79,7 @@ def perplexity(
     tokenizer, loaded = load_tokenizer(model), load_model(model, device)
     windows = pieces(chosen, content, tokenizer, loaded.get_input_embeddings().num_embeddings, window, tokens)
     facts = {"model": Path(model).name, "setup": setup_of(loaded, ace, skip, batch)}
+    facts["provenance"] = provenance(loaded.device, {p.name: file_hash(p) for p in (text, plan) if p is not None})
     with ace(loaded) if ace else nullcontext():
         results = run(loaded, ace, chosen, windows, output, facts, batch)
     if as_json:
@@ -124,6 +126,7 @@ def evaluate_tasks(
     from ..evaluate import tasks as of
     from ..evaluate.sandbox import check_allowed
     from ..plan import Plan
+    from ..provenance import file_hash
 
     show.check_writable(output)
     names, skips = of.parse_tasks(tasks), parse_budgets(skip)
@@ -141,7 +144,10 @@ def evaluate_tasks(
         "model": Plan.load(plan).fingerprint.routers.exact,
         **{"harness": harness, "limit": limit, "policy": settled, "batch": batch, "cap": max_new_tokens, "chat": chat},
     }
-    facts = {**of.facts(model), "settings": of.describe(settled, harness)}
+    facts = {
+        **of.facts(model, device or "cpu", {plan.name: file_hash(plan)}),
+        "settings": of.describe(settled, harness),
+    }
     results = of.evaluate(made, names, skips, rows, limit, output, identity, facts)
     if as_json:
         return print_json(results)

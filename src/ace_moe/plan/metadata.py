@@ -19,7 +19,7 @@ SCHEMA, READS = 2, (1, 2)
 MOST_BYTES = 64 << 20  # of metadata; the largest plans we know have under 1 MiB
 KNOWN = {
     "schema", "model", "fingerprint", "undefined", "other_weights", "calibrations", "shapes", "guarded", "thresholds",
-    "recommendation", "curves", "default_workload",
+    "recommendation", "curves", "default_workload", "made",
 }  # fmt: skip
 
 
@@ -52,6 +52,7 @@ def fields_of(text: str) -> dict[str, Any]:
         "recommendation": _recommendation(ace.get("recommendation")),
         "curves": check_listed(ace.get("curves", [])),
         "default_workload": _default(ace),
+        "made": tuple(_made(ace.get("made", []))),
         "unread": {name: value for name, value in ace.items() if name not in KNOWN},
     }
 
@@ -89,6 +90,13 @@ def _check_guarded(guarded: Any, structure: Mapping[str, Any]) -> None:
             expect(key, str, f"guarded: {name}")
             if key not in structure:
                 raise ValueError(f"guarded: {name} names layer {key!r:.40}, which the model does not have")
+
+
+def _made(found: Any) -> list[dict[str, Any]]:
+    expect(found, list, "made")
+    for record in found:
+        expect(record, dict, "made")
+    return found
 
 
 def _default(ace: Mapping[str, Any]) -> str | None:

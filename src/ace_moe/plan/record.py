@@ -43,6 +43,7 @@ class Plan:
     recommendation: dict[str, Any] | None = None
     curves: tuple[Curve, ...] = ()
     default_workload: str | None = None  # sha256 of the text that is meant where none is named
+    made: tuple[dict[str, Any], ...] = ()  # the commands that wrote into it, oldest first
     unread: dict[str, Any] = field(default_factory=dict)  # metadata of a later release, written back as it was
 
     def __eq__(self, other: object) -> bool:
@@ -187,6 +188,7 @@ class Plan:
             "recommendation": self.recommendation,
             "curves": [curve.to_json(f"curves.{n}") for n, curve in enumerate(self.curves)],
             "default_workload": self.default_workload,
+            "made": list(self.made),
             **self.unread,
         }
 
