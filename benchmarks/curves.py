@@ -24,6 +24,7 @@ from ace_moe.plan import Plan
 from ace_moe.planning import Passes, map_budgets, text_for
 from ace_moe.planning.passes import attached
 from ace_moe.policies import Policy, make
+from ace_moe.provenance import file_hash, provenance
 from ace_moe.text import Windows
 
 MAPPED = [round(0.1 * n, 1) for n in range(1, 9)]
@@ -120,6 +121,8 @@ def main() -> None:
     other = f" --other {options.other.name}" if options.other else ""
     command = f"python benchmarks/curves.py {names} --text {options.text.name}{other} --policy {options.policy}"
     result: Row = {"command": f"{command} --tokens {options.tokens}", "studies": []}
+    texts = [text for text in (options.text, options.other) if text is not None]
+    result["provenance"] = provenance(inputs={text.name: file_hash(text) for text in texts})
     for source in options.models:
         result["studies"].append(study(source, options))
         if options.out:

@@ -17,6 +17,7 @@ from ace_moe.loading import load_model
 from ace_moe.planning import Mapped, Passes, map_budgets, text_for
 from ace_moe.planning.passes import attached
 from ace_moe.policies import make
+from ace_moe.provenance import file_hash, provenance
 
 BUDGETS = (0.3, 0.5, 0.6)
 EACH = {0.3: 0.07, 0.5: 0.04, 0.6: 0.04}  # how far a text's ratio may be from the request
@@ -53,6 +54,7 @@ def main() -> None:
     options = parser.parse_args()
     names = " ".join(path.name for path in (*options.models, Path("--texts"), *options.texts))
     result: dict[str, Any] = {"command": f"python benchmarks/own_text.py {names} --tokens {options.tokens}", "rows": []}
+    result["provenance"] = provenance(inputs={text.name: file_hash(text) for text in options.texts})
     for source in options.models:
         model, plan = load_model(source), build_plan(source)
         windows = text_for(model, source, None)

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from .. import progress
 from ..checkpoint import MoEModel
 from ..errors import BudgetError
-from ..plan import Curve, Plan, Threshold
+from ..plan import Plan, Threshold
 from ..policies import PRESETS, Policy
 from ..runtime.settings import check_budget
 from ..scoring import predicts
@@ -104,10 +104,7 @@ def map_budgets(
     with attached(model, plan, policy) as runtime, partial or nullcontext():
         passes, fits = Passes(runtime, model, windows, batch, run), dict(known)
         todo = [b for b in wanted if b not in known]
-        known_curve = None if again else plan.curve(policy.settings, windows.workload.sha256)
-        dense = _dense(passes, partial, known_curve) if todo or known_curve is None else None
-        if isinstance(dense, Histogram):
-            plan = plan.with_curve(curve_of(dense, policy, windows.workload))
+        plan, dense = _dense(passes, plan, partial, again)
         with progress.task("budgets", len(todo)) as task:
             for budget in todo:
                 fits[budget] = fit_budgets(passes, [budget], correct=correct, dense=dense)[0]
@@ -138,18 +135,21 @@ def _of(entry: Threshold, policy: Policy, windows: Windows) -> bool:
     return same and entry.phase == "both"
 
 
-def _dense(passes: Passes, partial: Partial | None, known: Curve | None) -> Dense | None:
-    """The unskipped model's histogram: from a run that was stopped, if there is one, else its curve, else by a pass."""
-    if passes.policy.mapping != "quantile":
-        return None
+def _dense(passes: Passes, plan: Plan, partial: Partial | None, again: bool) -> tuple[Plan, Dense | None]:
+    """What the unskipped model says of every budget: the histogram of a run that was stopped, else the plan's curve, else by
+    a pass; and the plan with the curve of it."""
+    policy, workload = passes.policy, passes.windows.workload
+    if policy.mapping != "quantile":
+        return plan, None
+    known = None if again else plan.curve(policy.settings, workload.sha256)
     found = None if partial is None else partial.load(passes)
     if found is None and known is not None:
-        return known
+        return plan, known
     if found is None:
         found = passes(0.0)
         if partial is not None:
             partial.save(passes, found)
-    return found
+    return plan.with_curve(curve_of(found, policy, workload)), found
 
 
 def known_fit(plan: Plan, policy: Policy, windows: Windows, budget: float, correct: bool) -> Fit | None:
