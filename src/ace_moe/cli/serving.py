@@ -114,6 +114,7 @@ def map_missing(model: str, settings: Any, text: Path | None) -> str | None:
     from ..loading import load_model
     from ..plan import labels
     from ..planning import map_budgets, text_for
+    from ..provenance import file_hash, provenance
     from ..runtime.settings import by_phase, check_budget
 
     plan, policy = settings.open(model)
@@ -125,6 +126,8 @@ def map_missing(model: str, settings: Any, text: Path | None) -> str | None:
         where = text or "text that the model writes itself"
         note(f"mapping {', '.join(f'{b:.0%}' for b in missing)} on {where}, then serving")
         loaded = load_model(model)
+        record = provenance(loaded.device, {} if text is None else {text.name: file_hash(text)})
+        plan = replace(plan, made=(*plan.made, record))
         windows = text_for(loaded, model, text)
         plan = map_budgets(loaded, plan, policy, windows, missing, save=lambda made: made.save(settings.plan)).plan
     return settings.workload if given is None else labels(plan.workloads).get(given)
