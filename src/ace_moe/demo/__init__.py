@@ -67,8 +67,8 @@ def run(folder: Path, say: Callable[[str], None] = print) -> list[Cell]:
         cells += found if not cells else found[1:]  # the unskipped model is the same for both
     made = provenance(model.device, {TEXT.name: file_hash(TEXT)})
     replace(plan, made=(made,)).save(folder / "plan.safetensors")
-    found = {"command": made["command"], "provenance": made, "cells": [asdict(c) for c in cells]}
-    (folder / "demo.json").write_text(json.dumps(found, indent=1))
+    results = {"command": made["command"], "provenance": made, "cells": [asdict(c) for c in cells]}
+    (folder / "demo.json").write_text(json.dumps(results, indent=1))
     return cells
 
 
