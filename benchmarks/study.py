@@ -96,7 +96,7 @@ def grids(options: argparse.Namespace, correct: bool) -> Iterator[Grid]:
 def comparison(subject: Subject, options: argparse.Namespace, correct: bool, clock: Clock) -> None:
     """A method that breaks is named and left out; the others go on."""
     path = options.out / f"compare_{options.name}{'' if correct else '_findings'}.json"
-    about = facts(subject, options.name, command(options))
+    about = facts(subject, options.name) | {"command": command(options)}
     for grid in grids(options, correct):
         label = (
             f"{path.stem}: {' '.join(grid.methods[:3])}{' …' if len(grid.methods) > 3 else ''} {','.join(grid.gains)}"
@@ -113,7 +113,7 @@ def comparison(subject: Subject, options: argparse.Namespace, correct: bool, clo
 def stability(load: Callable[[Path], Subject], options: argparse.Namespace, clock: Clock) -> None:
     workloads = [load(path) for path in options.workloads]
     setup = Study(workloads[0], make("ace"), BUDGETS)
-    about = facts(workloads[0], options.name, command(options))
+    about = facts(workloads[0], options.name) | {"command": command(options)}
     found = study(setup, [w.windows for w in workloads], options.out / f"thresholds_{options.name}.json", about)
     clock.say(f"thresholds: {len(found['transfers'])} transfers")
 

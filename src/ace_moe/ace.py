@@ -16,9 +16,8 @@ from .checkpoint import MoEModel
 from .errors import BudgetError, IntegrationError, OptionError
 from .integrations.transformers import Attachment, attached_to, base_of
 from .integrations.transformers.experts import CHOICES, Choice
-from .loading import load_tokenizer, load_windows
 from .plan import Plan
-from .planning import calibration_part, map_budgets, prepare
+from .planning import map_budgets, text_for
 from .policies import Policy, choose
 from .runtime import Runtime, merge
 from .runtime.rows import BUDGETS, Budget
@@ -35,11 +34,11 @@ class Pending:
 
     skip: Skip
     model: str | Path
-    text: str | Path
+    text: str | Path | None  # none: the model writes its own
     tokens: int
 
     def windows(self, model: PreTrainedModel) -> Windows:
-        return load_windows(model, load_tokenizer(self.model), self.text, 1024, self.tokens)
+        return text_for(model, self.model, self.text, tokens=self.tokens)
 
 
 class ACE:
@@ -77,6 +76,8 @@ class ACE:
         self.runtime = Runtime(plan, self.policy, BUDGETS, **self._votes)
         self._budgets: list[Budget] = []  # of sequences
         self.skip: Skip | None = None
+        for budget in by_phase(pending.skip if pending else 0.0).values():
+            check_budget(budget, plan.top_k, self.policy.min_active)
         self.set_skip(skip)
 
     @classmethod
@@ -88,9 +89,11 @@ class ACE:
     def from_pretrained(
         cls, model: str | Path, skip: Skip = 0.0, *, text: str | Path | None = None, tokens: int = 65536, **options: Any
     ) -> ACE:
-        """Tables from the checkpoint at once; with `text`, what needs one (thresholds, calibrations) when a model is attached."""
-        pending = Pending(skip, model, text, tokens) if text else None
-        return cls(build_plan(model), 0.0 if text else skip, pending=pending, **options)
+        """Tables from the checkpoint at once; what needs a text (thresholds, calibrations) when a model is attached.
+
+        Without a `text` the model writes its own then.
+        """
+        return cls(build_plan(model), pending=Pending(skip, model, text, tokens), **options)
 
     @property
     def top_k(self) -> int:
@@ -169,8 +172,10 @@ class ACE:
             raise IntegrationError("This plan is attached to a model already. Call `ace.detach()` first.")
         inner = base_of(model)
         moe = MoEModel.of(inner)
-        self.plan = self._complete(self.plan.check_model(moe.fingerprint(), self.allow_other_weights), inner)
-        if self._pending is not None:
+        self.plan = self.plan.check_model(moe.fingerprint(), self.allow_other_weights)
+        if self._pending is None:
+            self.plan = add_tables(self.plan, self.policy.tables, inner)
+        else:
             self._map(inner, self._pending)
         runtime = Runtime(self.plan, self.policy, BUDGETS, **self._votes)
         self._attachment = Attachment(inner, runtime, moe.sites, self.dispatch)
@@ -178,18 +183,11 @@ class ACE:
         self.runtime = runtime
         return self
 
-    def _complete(self, plan: Plan, model: PreTrainedModel) -> Plan:
-        """The plan with what the policy needs beside: tables from the weights, and from a text if one was given."""
-        if not plan.lacks(self.policy.tables):
-            return plan
-        if self._pending is None:
-            return add_tables(plan, self.policy.tables, model)
-        return prepare(plan, self.policy, model, calibration_part(self._pending.windows(model)))
-
     def _map(self, model: PreTrainedModel, pending: Pending) -> None:
-        """The threshold that `from_pretrained` was asked for."""
+        """The threshold that `from_pretrained` was asked for, and what the policy needs beside."""
         budgets = [b for b in set(by_phase(pending.skip).values()) if b != 0]
-        self.plan = map_budgets(model, self.plan, self.policy, pending.windows(model), budgets).plan
+        if budgets or self.plan.lacks(self.policy.tables):
+            self.plan = map_budgets(model, self.plan, self.policy, pending.windows(model), budgets).plan
         self.set_skip(pending.skip)
         self._pending = None
 

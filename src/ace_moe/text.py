@@ -95,6 +95,10 @@ def cut(text: str, tokenizer: Any, window: int, tokens: int | None, vocabulary: 
         raise TextError(
             f"{name} has {len(ids)} tokens, a window has {window}. Give a longer text or a smaller --window."
         )
-    ids = ids[: count * window].view(count, window)
-    digest = hashlib.sha256(ids.numpy().tobytes()).hexdigest()
+    return windows_of(ids[: count * window].view(count, window), name)
+
+
+def windows_of(ids: Tensor, name: str) -> Windows:
+    """ids [N, L] as a workload that goes by its tokens."""
+    digest = hashlib.sha256(ids.contiguous().numpy().tobytes()).hexdigest()
     return Windows(ids, Workload(name, digest, ids.numel()))

@@ -66,7 +66,8 @@ def test_budget_that_the_safeguards_leave_no_room_for(originals: Path, plan: Pat
         (("--preset", "nonsense"), ("'nonsense'", "paper")),
         (("--preset", "paper", "--gain", "nonsense"), ("'nonsense'", "kept, none, power")),
         (("--max-new-tokens", 0), ("nothing to generate", "--max-new-tokens")),
-        (("--skip", 0.6), ("it has 50%", "`ace budget MODEL --plan PLAN --text FILE --budgets 0.6`")),
+        (("--skip", 0.6), ("it has 50%", "`ace budget MODEL --plan PLAN --text FILE --budgets 0.6 --policy")),
+        (("--skip", 0.5, "--workload", "none.txt"), ("no workload 'none.txt'", "it has:")),
         (("--skip", 0.5, "--gain", "none"), ("gain none", "it has none for these settings", "ace budget")),
         (("--skip", 0.5, "--preset", "paper"), ("gain kept", "it has none for these settings", "ace budget")),
     ],
@@ -85,6 +86,6 @@ def test_skip_before_any_threshold_is_mapped(originals: Path, tmp_path: Path, re
     says = (
         "no threshold",
         "it has none for these settings",
-        "`ace budget MODEL --plan PLAN --text FILE --budgets 0.5`",
+        "`ace budget MODEL --plan PLAN --text FILE --budgets 0.5 --policy ace:fusion=max --gain power`",
     )
     refuse(*run_arguments(originals / "single", plan), says=says)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import signal
 import subprocess
@@ -21,7 +22,9 @@ from ace_moe.evaluate.store import open_results, read_json, write_json
 from ace_moe.evaluate.subject import Subject
 from ace_moe.plan import Plan
 from ace_moe.policies import POLICIES
-from ace_moe.text import Windows
+from ace_moe.provenance import file_hash, provenance
+from ace_moe.provenance import read as read_record
+from ace_moe.text import Windows, windows_of
 from command import run_ace
 
 FACTS: dict[str, Any] = {"model": {"name": "demo"}}
@@ -95,6 +98,30 @@ def test_nothing_is_measured_twice(subject: Subject, tmp_path: Path) -> None:
     assert more["grid"] == {"methods": ["share", "gsp"], "budgets": [0.5], "gains": ["power", "none"]}
 
 
+def without_clock(cell: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in cell.items() if name not in ("seconds", "run")}
+
+
+@pytest.mark.slow
+def test_a_cell_depends_on_its_own_settings_alone(subject: Subject, tmp_path: Path) -> None:
+    """Each cell of a grid equals the cell alone to the bit: by quantile, by search and in steps."""
+    whole = grid("share,alloc_t,fixed", (0.3, 0.5), "kept,power")
+    cells = compare(subject, whole, tmp_path / "whole.json", FACTS)["cells"]
+    assert len(cells) == 12
+    for number, cell in enumerate(cells):
+        one = grid(cell["method"], (cell["budget"],), cell["gain"])
+        (alone,) = compare(subject, one, tmp_path / f"{number}.json", FACTS)["cells"]
+        assert without_clock(alone) == without_clock(cell)
+
+
+def test_a_cell_does_not_depend_on_the_other_gain(subject: Subject, tmp_path: Path) -> None:
+    """τ was once taken over from the first gain."""
+    both = compare(subject, grid("share", (0.6,), "kept,power"), tmp_path / "both.json", FACTS)["cells"]
+    (alone,) = compare(subject, grid("share", (0.6,), "power"), tmp_path / "alone.json", FACTS)["cells"]
+    assert without_clock(both[1]) == without_clock(alone)
+    assert both[0]["threshold"] != both[1]["threshold"]
+
+
 def test_a_method_that_cannot_is_named_and_the_others_go_on(subject: Subject, tmp_path: Path) -> None:
     """80 % of 8 slots can be skipped, 95 % cannot; re-selection skips nothing at all."""
     results = compare(subject, grid("xshare,share", (0.5, 0.95), "power"), tmp_path / "results.json", FACTS)
@@ -131,6 +158,62 @@ def test_another_measurement_is_not_continued(tmp_path: Path) -> None:
     assert open_results(path, "compare", {"text": "a", "window": 8})["identity"]["text"] == "a"
     with pytest.raises(ResultError, match=r"text is 'a' there and 'b' now.*--out"):
         open_results(path, "compare", {"text": "b", "window": 8})
+
+
+def changed_experts(model: PreTrainedModel) -> PreTrainedModel:
+    """The same routers over other experts."""
+    other = copy.deepcopy(model)
+    for name, parameter in other.named_parameters():
+        if name.endswith("down_proj"):
+            parameter.data.mul_(0.2)
+    return other
+
+
+def test_results_of_two_measurements_cannot_mix(subject: Subject, tmp_path: Path) -> None:
+    """Another model's experts, text, window, precision, batch, safeguards: each refused by its name."""
+    path, one = tmp_path / "results.json", grid("share", (0.5,), "power")
+    compare(subject, one, path, FACTS)
+    before, windows = path.read_bytes(), subject.windows
+    others = {
+        "experts": (replace(subject, model=changed_experts(subject.model)), one),
+        "dtype": (replace(subject, model=copy.deepcopy(subject.model).half()), one),
+        "text": (replace(subject, windows=windows_of(windows.ids + 1, "other")), one),
+        "window": (replace(subject, windows=replace(windows, ids=windows.ids.reshape(4, 128))), one),
+        "batch": (replace(subject, batch=2), one),
+        "safeguards": (subject, replace(one, safeguards={"min_active": 2})),
+    }
+    for name, (other, wanted) in others.items():
+        with pytest.raises(ResultError, match=rf"another measurement: {name} is"):
+            compare(other, wanted, path, FACTS)
+    results = json.loads(before)
+    assert {"model", "experts", "dtype", "device", "protocol", "text", "window", "batch"} <= set(results["identity"])
+    for name in ("protocol", "device"):
+        write_json(path, {**results, "identity": {**results["identity"], name: "other"}})
+        with pytest.raises(ResultError, match=f"{name} is 'other' there"):
+            compare(subject, one, path, FACTS)
+    del results["identity"]["experts"]
+    write_json(path, results)
+    with pytest.raises(ResultError, match="experts is 'unknown' there"):
+        compare(subject, one, path, FACTS)
+
+
+def test_cells_say_which_run_made_them(subject: Subject, tmp_path: Path) -> None:
+    """Other versions are a notice, and the cells of each run are told apart."""
+    path = tmp_path / "results.json"
+    made = provenance(argv=["ace", "compare"])
+    older = {**made, "libraries": {**made["libraries"], "torch": "1.0"}}
+    compare(subject, grid("share", (0.5,), "power"), path, {**FACTS, "provenance": older})
+    with pytest.warns(UserWarning, match=r"torch 1\.0 then and"):
+        results = compare(subject, grid("share", (0.5,), "power,none"), path, {**FACTS, "provenance": made})
+    assert [c["run"] for c in results["cells"]] == [0, 1]
+    assert [run["libraries"]["torch"] for run in results["runs"]] == ["1.0", made["libraries"]["torch"]]
+
+
+def test_nothing_measured_is_no_result(tmp_path: Path) -> None:
+    options = ("--methods", "share", "--budgets", "0.95", "--gains", "power", "-o", tmp_path / "r.json", *SMALL)
+    ran = run_ace("compare", MODEL, *options)
+    assert ran.code == 1 and "Nothing was measured" in ran.err and "at most 87.5%" in ran.err.replace("\n", " ")
+    assert "ace report" not in ran.out
 
 
 @pytest.mark.parametrize(
@@ -217,6 +300,9 @@ def test_compare_prints_tables(tmp_path: Path) -> None:
     facts = json.loads(path.read_text())
     assert facts["model"]["architecture"] == "Qwen3MoeForCausalLM"
     assert facts["workload"]["windows"] == 4 and facts["workload"]["window"] == 128
+    record = read_record(facts)
+    assert record["command"].startswith("ace compare model --methods") and str(path) not in record["command"]
+    assert record["inputs"][TEXT.name] == file_hash(TEXT) and record["device"] == "cpu"
 
 
 def test_compare_refuses_before_it_loads(tmp_path: Path) -> None:

@@ -12,7 +12,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ace_moe.plan import Fingerprint, Phase, Plan, Routers, Threshold, Workload
+from ace_moe.plan import Curve, Fingerprint, Phase, Plan, Routers, Threshold, Workload
+from ace_moe.plan.curves import shaping
 from ace_moe.policies import Ace
 
 KEPT = Path(__file__).parents[1] / "data" / "plans"
@@ -37,6 +38,15 @@ def entry(
         workload=workload,
         phase=phase,
     )
+
+
+def curve(
+    points: list[list[float]] | Tensor,
+    workload: Workload = NEWS,
+    of: dict[str, Any] = SETTINGS,
+    date: str = "2026-11-16",
+) -> Curve:
+    return Curve(shaping(of), workload, torch.as_tensor(points, dtype=torch.float32), date)
 
 
 def facts(experts: int, top_k: int = 4) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plan_cases import entry, facts, plan_of
+from plan_cases import curve, entry, facts, plan_of
 
 from ace_moe.plan import Fingerprint, Plan, Routers, Sample, Threshold, Workload
 
@@ -144,10 +144,11 @@ def test_plans_are_compared_by_value() -> None:
         {"thresholds": (entry(0.5, 0.2),)},
         {"fingerprint": Fingerprint({"0": facts(8)}, Routers("c" * 64))},
         {"tables": {}},
-        {"extra": {"curves.0": torch.zeros(2)}},
+        {"curves": (curve([[0, 1], [0, 0.5]]),)},
+        {"default_workload": "a" * 64},
         {"guarded": {"factor_branch": ("0",)}},
         {"recommendation": {"settings": {}}},
-        {"unread": {"curves": []}},
+        {"unread": {"colour": []}},
     ],
     ids=lambda change: next(iter(change)),
 )

@@ -9,14 +9,15 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from plan_cases import CODE, NEWS, SETTINGS, entry, plan_of
+from plan_cases import CODE, NEWS, SETTINGS, curve, entry, plan_of
 
 from ace_moe import ACE
 from ace_moe.errors import BudgetError
-from ace_moe.plan import Phase, Threshold, Workload
+from ace_moe.plan import OWN, Phase, Threshold, Workload, labels
 from ace_moe.policies import Ace, Share
 from ace_moe.policies.fixed import Fixed
 
+LINE = [[0.0, 0.5, 1.0], [0.0, 0.5, 0.75]]
 NUMBERS = st.floats(0, 1, allow_nan=False)
 
 
@@ -43,7 +44,7 @@ def test_look_up_is_exact_on_settings(other: dict[str, Any]) -> None:
     """A τ mapped under other settings realises another ratio, so it is not used; the error names what to run."""
     plan = plan_of(entry(0.5, 0.2), entry(0.3, 0.1, of=other))
     assert plan.threshold(other, 0.3) == (0.1, None)
-    with pytest.raises(BudgetError, match=r"it has 30% for these settings.*`ace budget.*--budgets 0\.5`"):
+    with pytest.raises(BudgetError, match=r"it has 30% for these settings.*`ace budget.*--budgets 0\.5 --policy"):
         plan.threshold(other, 0.5)
 
 
@@ -82,13 +83,61 @@ def test_budget_zero_needs_no_entry(phase: Phase) -> None:
 # ---- workloads --------------------------------------------------------------------------------------------------
 
 
-def test_newest_workload_wins_unless_named() -> None:
-    """Two texts, one budget: the last mapped, or the one asked for."""
+def test_the_first_text_is_the_default() -> None:
+    """A later text changes nothing for those who name none, until it is made the default."""
     plan = plan_of().with_thresholds([entry(0.5, 0.2, CODE)]).with_thresholds([entry(0.5, 0.3, NEWS)])
+    assert plan.threshold(SETTINGS, 0.5)[0] == 0.2
+    assert plan.threshold(SETTINGS, 0.5, workload="news.txt")[0] == 0.3
+    assert plan.with_default(NEWS).threshold(SETTINGS, 0.5)[0] == 0.3
+    more = plan.with_thresholds([entry(0.6, 0.4, NEWS)])
+    with pytest.raises(BudgetError, match="it has 50%"):
+        more.threshold(SETTINGS, 0.6)
+
+
+def test_own_text_gives_way_to_a_given_one() -> None:
+    own = Workload(OWN, "e" * 64, 2048)
+    plan = plan_of().with_thresholds([entry(0.5, 0.1, own)])
+    assert plan.threshold(SETTINGS, 0.5)[0] == 0.1
+    given = plan.with_thresholds([entry(0.5, 0.2, CODE)])
+    assert given.threshold(SETTINGS, 0.5)[0] == 0.2
+    assert given.with_thresholds([entry(0.5, 0.15, own)]).threshold(SETTINGS, 0.5)[0] == 0.2
+    assert given.with_thresholds([entry(0.5, 0.3, NEWS)]).threshold(SETTINGS, 0.5)[0] == 0.2
+    assert given.with_default(own).with_curve(curve(LINE, NEWS)).default_workload == NEWS.sha256
+
+
+def test_schema_1_takes_the_newest() -> None:
+    """It names no default; what is mapped later does not move it."""
+    plan = plan_of(entry(0.5, 0.2, CODE), entry(0.5, 0.3, NEWS))
     assert plan.threshold(SETTINGS, 0.5)[0] == 0.3
-    assert plan.threshold(SETTINGS, 0.5, workload="code.txt")[0] == 0.2
-    again = plan.with_thresholds([entry(0.5, 0.21, CODE)])
-    assert again.threshold(SETTINGS, 0.5)[0] == 0.21
+    later = plan.with_thresholds([entry(0.5, 0.4, Workload("third.txt", "f" * 64, 10))])
+    assert later.threshold(SETTINGS, 0.5)[0] == 0.3
+
+
+def test_settings_the_default_does_not_have() -> None:
+    """Then the newest text that has them."""
+    plan = (
+        plan_of().with_thresholds([entry(0.5, 0.2, CODE)]).with_thresholds([entry(0.5, 0.3, NEWS, of=Share().settings)])
+    )
+    assert plan.threshold(Share().settings, 0.5)[0] == 0.3
+
+
+SAME_NAME = [Workload("news.txt", digest + "0" * 58, 1024) for digest in ("abcd12", "abcd34", "ff0000")]
+
+
+def test_two_texts_of_one_name() -> None:
+    """They go by their tokens: shown apart, each found, and the bare name refused with the list."""
+    plan = plan_of(*(entry(0.5, 0.1 * (n + 1), text) for n, text in enumerate(SAME_NAME)), entry(0.5, 0.9, CODE))
+    shown = labels(plan.workloads)
+    assert list(shown.values()) == ["news.txt#abcd1", "news.txt#abcd3", "news.txt#ff00", "code.txt"]
+    for n, text in enumerate(SAME_NAME):
+        assert plan.threshold(SETTINGS, 0.5, workload=shown[text.sha256])[0] == pytest.approx(0.1 * (n + 1))
+    for bad in ("news.txt", "news.txt#abcd", "news.txt#"):
+        with pytest.raises(BudgetError, match=r"several texts.*news\.txt#abcd1, news\.txt#abcd3.*Name one"):
+            plan.threshold(SETTINGS, 0.5, workload=bad)
+    with pytest.raises(BudgetError, match=r"no workload .news\.txt#0"):
+        ACE(plan, 0.5, workload="news.txt#0")
+    with pytest.raises(BudgetError, match="no workload"):
+        ACE(plan, 0.0, workload="nobody")
 
 
 def test_workloads_are_not_mixed() -> None:
@@ -102,7 +151,7 @@ def test_workloads_are_not_mixed() -> None:
 
 
 def test_unknown_workload_is_refused() -> None:
-    with pytest.raises(BudgetError, match=r"on workload 'poems\.txt': it has none.*ace budget"):
+    with pytest.raises(BudgetError, match=r"no workload 'poems\.txt'; it has: news\.txt\..*ace budget"):
         plan_of(entry(0.5, 0.2)).threshold(SETTINGS, 0.5, workload="poems.txt")
 
 
@@ -155,6 +204,8 @@ def test_ace_takes_a_budget_per_phase() -> None:
 def test_ace_passes_the_notice_on() -> None:
     with pytest.warns(UserWarning, match="interpolated"):
         ACE(plan_of(entry(0.5, 0.2)), 0.3)
+    with pytest.warns(UserWarning, match="differ by phase"):
+        ACE(plan_of(entry(0.5, 0.2)), {"prefill": 0.5, "decode": 0.0})
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         ACE(plan_of(entry(0.5, 0.2)), 0.5)

@@ -48,7 +48,8 @@ def test_command_line_refuses_before_vllm_starts(case_of: Callable[[str], Case],
     for options, reason in (
         ((model, "--plan", str(tmp_path / "none")), "There is no plan at"),
         ((glm, "--plan", str(mapped)), "The plan is of another model"),
-        ((model, "--plan", str(mapped), "--skip", "0.8"), "ace budget"),
+        ((model, "--plan", str(mapped), "--skip", "0.95"), "cannot be met"),
+        ((model, "--plan", str(mapped), "--skip", "0.8", "--workload", "none.txt"), "none.txt"),
         ((model, "--plan", str(mapped), "--skip", "0.5", "--enable-lora"), "--enable-lora"),
         ((model, "--plan", str(mapped), "--kernels", "fast"), "--kernels is"),
     ):
@@ -64,11 +65,12 @@ def test_plan_is_made_when_none_is_given(case_of: Callable[[str], Case], tmp_pat
     assert first.returncode == 0 and "computing the tables" in " ".join(first.stderr.split()), first.stderr
     (made,) = (tmp_path / "cache").glob("*.safetensors")
     assert Plan.load(made).tables.keys() == Plan.load(case_of("demo").plan).tables.keys()
-    unmapped = ace(model, "--skip", "0.5", "--dry-run", **cache)
-    assert unmapped.returncode == 1 and "ace budget" in unmapped.stderr
+    own = ace(model, "--skip", "0.3", "--dry-run", **cache)
+    assert own.returncode == 0 and "the model writes itself" in " ".join(own.stderr.split()), own.stderr
+    assert [(t.budget, t.workload.name) for t in Plan.load(made).thresholds] == [(0.3, "own text")]
     done = ace(model, "--skip", "0.5", "--text", sample(tmp_path), "--dry-run", **cache)
     assert done.returncode == 0, done.stderr
-    assert [t.budget for t in Plan.load(made).thresholds] == [0.5]
+    assert (0.5, "sample.txt") in [(t.budget, t.workload.name) for t in Plan.load(made).thresholds]
     command = json.loads(done.stdout)
     config = json.loads(command[command.index("--additional-config") + 1])
     assert os.path.samefile(config["ace"]["plan"], made)
@@ -87,8 +89,6 @@ def test_a_policy_that_needs_further_tables(case_of: Callable[[str], Case], tmp_
     case, path = case_of("demo"), tmp_path / "plan.safetensors"
     shutil.copy(case.plan, path)
     given = [str(case.model), "--plan", str(path), "--policy", "aimer", "--skip", "0.5", "--dry-run"]
-    unmapped = ace(*given)
-    assert unmapped.returncode == 1 and "ace budget" in unmapped.stderr
     done = ace(*given, "--text", sample(tmp_path))
     assert done.returncode == 0, done.stderr
     made = Plan.load(path)

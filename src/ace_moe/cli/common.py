@@ -55,6 +55,10 @@ GainName = Annotated[str | None, typer.Option(help="How kept gates are rescaled:
 MinActive = Annotated[int | None, typer.Option(help="Experts that always run for a token.")]
 MinMass = Annotated[float | None, typer.Option(help="Share of a token's gate mass that always runs.")]
 Expand = Annotated[bool, typer.Option(help="Decode a quantised checkpoint into an unquantised model first.")]
+WorkloadName = Annotated[
+    str | None,
+    typer.Option("--workload", help="Thresholds of this text, if the plan has several. Default: the plan's own."),
+]
 AllowOtherWeights = Annotated[bool, typer.Option(help="The model is a quantised copy of the plan's.")]
 
 

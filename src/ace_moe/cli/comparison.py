@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..errors import BudgetError
 from . import show
 from .common import (
     AsJson,
@@ -88,7 +88,8 @@ def compare(
     if notice and grid.calibrated:
         note(notice)
     subject, start = Subject(loaded, _plan(plan, model), windows, batch, learned), time.perf_counter()
-    results = measure(subject, grid, output, _facts(subject, model))
+    results = measure(subject, grid, output, _facts(subject, model, text, calibration, plan))
+    _check_some(results)
     if as_json:
         return print_json({"out": str(output), "cells": len(results["cells"]), "refused": results["refused"]})
     show.print_compare(out, results, rival)
@@ -97,6 +98,13 @@ def compare(
     show.print_line(
         out, f"{output}: {len(results['cells'])} cells, {time.perf_counter() - start:.0f} s. Next: ace report {output}"
     )
+
+
+def _check_some(results: dict[str, Any]) -> None:
+    """A file without a cell is no result."""
+    if not results["cells"]:
+        reasons = dict.fromkeys(refused["reason"] for refused in results["refused"].values())
+        raise BudgetError(f"Nothing was measured: {' '.join(reasons)}")
 
 
 def _load(model: str, device: str | None, expand: bool = False) -> tuple[PreTrainedModel, Any]:
@@ -121,11 +129,12 @@ def _plan(path: Path | None, model: str) -> Plan:
     return build_plan(model)
 
 
-def _facts(subject: Subject, model: str) -> dict[str, Any]:
+def _facts(subject: Subject, model: str, *files: Path | None) -> dict[str, Any]:
     from ..checkpoint.model import called
     from ..evaluate.subject import facts
+    from ..provenance import file_hash
 
-    return facts(subject, called(model), " ".join(["ace", *sys.argv[1:]]))
+    return facts(subject, called(model), {path.name: file_hash(path) for path in files if path is not None})
 
 
 @app.command(epilog="Example: ace report results.json -o report.html")
@@ -187,7 +196,7 @@ def study_thresholds(
     workloads = [_windows(loaded, tokenizer, path, window, tokens) for path in text]
     subject = Subject(loaded, _plan(plan, model), workloads[0], batch)
     setup = thresholds.Study(subject, made, tuple(parse_budgets(budgets)), measured)
-    found = thresholds.study(setup, workloads, output, _facts(subject, model))
+    found = thresholds.study(setup, workloads, output, _facts(subject, model, *text, plan))
     if as_json:
         return print_json({"out": str(output), **{k: found[k] for k in ("workloads", "transfers", "cost")}})
     show.print_thresholds(out, found)

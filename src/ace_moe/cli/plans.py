@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from . import show
+from . import show, show_texts
 from .common import (
     AllowOtherWeights,
     AsJson,
@@ -21,6 +22,7 @@ from .common import (
     PlanPath,
     PolicyName,
     Preset,
+    WorkloadName,
     app,
     err,
     note,
@@ -55,6 +57,7 @@ def tables(
     """Compute the tables from the checkpoint alone and write a plan. No data, no GPU needed."""
     from ..checkpoint import MoEModel
     from ..loading import check_device
+    from ..provenance import provenance
     from ..tables.build import build_plan
     from ..tables.parts import Parts
     from ..tables.work import Job, parse_layers
@@ -65,13 +68,14 @@ def tables(
     check_output(output, "plan")
     start = time.perf_counter()
     if stream or workers > 1 or layers is not None:
-        plan = _in_parts(Job(model, output, stream, workers, devices, parse_layers(layers)), as_json)
-        if plan is None:
+        found = _in_parts(Job(model, output, stream, workers, devices, parse_layers(layers)), as_json)
+        if found is None:
             return
-        Parts(output).remove()
     else:
-        plan = build_plan(MoEModel.open(model), device=device)
-        plan.save(output)
+        found = build_plan(MoEModel.open(model), device=device)
+    plan = replace(found, made=(provenance(devices[0]),))
+    plan.save(output)
+    Parts(output).remove()
     seconds = time.perf_counter() - start
     if as_json:
         return print_json(
@@ -109,8 +113,12 @@ def budget(
     model: Model,
     plan: PlanPath,
     text: Annotated[
-        Path, typer.Option(help="Unlabelled text of the kind the model will serve: .txt, or .jsonl with `text`.")
-    ],
+        list[Path] | None,
+        typer.Option(
+            help="Unlabelled text of the kind the model will serve: .txt, or .jsonl with `text`; several are mapped one by one "
+            "and together, as `mixed`. Default: the model writes its own."
+        ),
+    ] = None,
     budgets: Annotated[str, typer.Option(help="Fractions to skip: 0.5, 0.1,0.3 or from:to:step.")] = "0.1:0.6:0.1",
     policy: PolicyName = "ace",
     preset: Preset = None,
@@ -128,6 +136,10 @@ def budget(
     ] = None,
     fidelity: Annotated[bool, typer.Option(help="Also measure how far each threshold moves predictions (KL).")] = True,
     again: Annotated[bool, typer.Option(help="Map budgets again that the plan has for this text already.")] = False,
+    default: Annotated[
+        bool,
+        typer.Option("--default", help="Use this text (of several: mixed) where none is named. Default: the first."),
+    ] = False,
     allow_other_weights: AllowOtherWeights = False,
     device: Device = None,
     expand: Expand = False,
@@ -138,11 +150,12 @@ def budget(
     What the policy needs beside, further tables or a calibration on the text's first windows, goes into the plan too.
     """
     from ..checkpoint import MoEModel
-    from ..loading import load_model, load_tokenizer, load_windows
+    from ..loading import load_model
     from ..plan import Plan, update
-    from ..planning import map_budgets
+    from ..planning import map_budgets, texts_for
     from ..planning.partial import Partial
     from ..policies import choose
+    from ..provenance import file_hash, provenance
     from ..runtime.settings import check_budget, check_tables
     from ..tables import TABLES
     from ..text import check_sizes, read_text
@@ -152,19 +165,32 @@ def budget(
     wanted = [check_budget(b, read.top_k, made.min_active) for b in parse_budgets(budgets)]
     show.check_writable(plan)
     check_sizes(window, tokens, batch)
-    read_text(text)  # a text that cannot serve is reported before gigabytes are loaded
-    tokenizer, loaded = load_tokenizer(model), load_model(model, device, expand=expand)
-    windows = load_windows(loaded, tokenizer, text, window, tokens)
+    for path in text or ():
+        read_text(path)  # a text that cannot serve is reported before gigabytes are loaded
+    loaded = load_model(model, device, expand=expand)
+    workloads = texts_for(loaded, model, text or (), window, tokens)
     had = read.check_model(MoEModel.of(loaded).fingerprint(), allow_other_weights)
     how: dict[str, Any] = {"batch": batch, "correct": correct, "again": again, "judged": fidelity}
     how |= {"partial": Partial(plan)}
-    mapped = map_budgets(loaded, had, made, windows, wanted, save=lambda p: update(plan, read, p), **how)
-    update(plan, read, mapped.plan)
-    found, passes = mapped.entries, mapped.passes.count
+    record = provenance(loaded.device, {path.name: file_hash(path) for path in text or ()})
+    every, passes, before = [], 0, had
+
+    def save(now: Plan) -> None:
+        """With the command that made it, unless nothing is new."""
+        update(plan, read, now if now == before else replace(now, made=(*before.made, record)))
+
+    for windows in workloads:
+        mapped = map_budgets(loaded, had, made, windows, wanted, save=save, **how)
+        had = mapped.plan.with_default(windows.workload) if default else mapped.plan
+        save(had)
+        every += mapped.entries
+        passes += mapped.passes.count
+        if not as_json:
+            out.print(show.entries_table(mapped.entries))
+            said = f"{len(wanted)} thresholds from {windows.workload.tokens:,} tokens of {windows.workload.name}"
+            show.print_line(out, f"{plan}: {said} in {mapped.passes.count} passes.")
     if as_json:
-        return print_json({"plan": str(plan), "passes": passes, "thresholds": [show.entry_json(t) for t in found]})
-    out.print(show.entries_table(found))
-    show.print_line(out, f"{plan}: {len(found)} thresholds from {windows.workload.tokens:,} tokens in {passes} passes.")
+        print_json({"plan": str(plan), "passes": passes, "thresholds": [show.entry_json(t) for t in every]})
 
 
 @app.command(
@@ -180,6 +206,7 @@ def run(
     gain: GainName = None,
     min_active: MinActive = None,
     min_mass: MinMass = None,
+    workload: WorkloadName = None,
     max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate.")] = 64,
     allow_other_weights: AllowOtherWeights = False,
     device: Device = None,
@@ -192,7 +219,7 @@ def run(
 
     check_prompt(prompt, max_new_tokens)
     options = settings(policy, preset, gain, min_active, min_mass)
-    ace = ACE.load(plan, skip, allow_other_weights=allow_other_weights, **options)
+    ace = ACE.load(plan, skip, workload=workload, allow_other_weights=allow_other_weights, **options)
     tokenizer, loaded = load_tokenizer(model), load_model(model, device, expand=expand)
     with ace(loaded):
         text = generate(loaded, tokenizer, prompt, max_new_tokens)
@@ -223,7 +250,11 @@ def inspect(
         return print_json(pair) if as_json else show.print_pair(out, pair)
     if Path(target).is_file() or target.endswith(".safetensors"):
         plan = Plan.load(target)
-        return print_json(show.plan_json(plan)) if as_json else show.print_plan(out, plan)
+        texts = show_texts.texts_json(plan)
+        if as_json:
+            return print_json(show.plan_json(plan) | {"workloads": texts})
+        show.print_plan(out, plan)
+        return out.print(show_texts.texts_table(texts)) if texts else None
     moe = MoEModel.open(target)
     return print_json(show.model_json(moe)) if as_json else show.print_model(out, moe)
 

@@ -22,6 +22,7 @@ from .common import (
     Model,
     PolicyName,
     Preset,
+    WorkloadName,
     app,
     note,
 )
@@ -48,14 +49,15 @@ def serve(
     skip_prefill: Annotated[float | None, typer.Option(help="Another budget for prompts.")] = None,
     skip_decode: Annotated[float | None, typer.Option(help="Another budget for generated tokens.")] = None,
     text: Annotated[
-        Path | None, typer.Option(help="Text to map the budget on, where the plan has none for it.")
+        Path | None,
+        typer.Option(help="Text to map the budget on, where the plan has none for it. Default: the model's own."),
     ] = None,
     policy: PolicyName = "ace",
     preset: Preset = None,
     gain: GainName = None,
     min_active: MinActive = None,
     min_mass: MinMass = None,
-    workload: Annotated[str | None, typer.Option(help="Thresholds of this text, if the plan has several.")] = None,
+    workload: WorkloadName = None,
     restore: Annotated[
         bool | None, typer.Option(help="Run skipped slots whose expert is read anyway. Default: yes, in decode.")
     ] = None,
@@ -82,7 +84,8 @@ def serve(
     unset = (("allow_other_weights", False), ("track", False))
     config = {k: v for k, v in given.items() if v is not None and (k, v) not in unset}
     refuse_flags(context.args)
-    config["plan"] = str(find_plan(model, plan, Settings.from_dict(config), text))
+    path, named = find_plan(model, plan, Settings.from_dict(config), text)
+    config |= {"plan": str(path)} | ({"workload": named} if named else {})
     check(model, Settings.from_dict(config))
     command = server_command(model, config, context.args)
     if dry_run:
@@ -107,40 +110,63 @@ def refuse_flags(flags: list[str]) -> None:
             raise OptionError(f"ACE does not work with {name}: {REFUSED[name]}. Serve without one of the two.")
 
 
-def find_plan(model: str, plan: Path | None, settings: Any, text: Path | None) -> Path:
-    """The plan file, made where there is none; with a text, its thresholds too."""
+def find_plan(model: str, plan: Path | None, settings: Any, text: Path | None) -> tuple[Path, str | None]:
+    """The plan file, made where there is none, with thresholds for the budgets that were asked; and which text's to take."""
     from ..tables.build import automatic_plan, automatic_plan_path
 
     if plan is None:
         automatic_plan(model, say=lambda message: note(message.removeprefix("ACE: ")))
         plan = automatic_plan_path(model)[0]
     plan = plan.expanduser().absolute()
-    if text is not None:
-        map_missing(model, plan, settings, text)
-    return plan
+    return plan, map_missing(model, replace(settings, plan=str(plan)), text)
 
 
-def map_missing(model: str, path: Path, settings: Any, text: Path) -> None:
-    """Thresholds for the budgets that the plan has none for, as `ace budget` maps them."""
-    from ..loading import load_model, load_tokenizer, load_windows
-    from ..plan import Plan, update
-    from ..planning import map_budgets
-    from ..runtime.settings import by_phase
+def map_missing(model: str, settings: Any, text: Path | None) -> str | None:
+    """Thresholds for the budgets that the plan has none for, as `ace budget` maps them; the name of the text to take."""
+    from ..integrations.vllm.settings import check_content
+    from ..loading import load_model
+    from ..plan import Plan, labels, update
+    from ..planning import map_budgets, text_for
+    from ..provenance import file_hash, provenance
+    from ..runtime.settings import by_phase, check_budget
 
-    read = Plan.load(path)
-    plan, policy = replace(settings, plan=str(path)).open(model)
-    missing = []
-    for budget in sorted({b for b in by_phase(settings.skip).values() if b != 0}):
-        try:
-            plan.threshold(policy.settings, budget, workload=settings.workload)
-        except BudgetError:
-            missing.append(budget)
-    if not missing:
-        return
-    note(f"mapping {', '.join(f'{b:.0%}' for b in missing)} on {text}, then serving")
-    loaded = load_model(model)
-    windows = load_windows(loaded, load_tokenizer(model), text, 1024, 65536)
-    map_budgets(loaded, plan, policy, windows, missing, save=lambda made: update(path, read, made))
+    read = Plan.load(settings.plan)
+    plan, policy = settings.open(model)
+    wanted = {check_budget(b, plan.top_k, policy.min_active) for b in by_phase(settings.skip).values()} - {0.0}
+    given = None if text is None else _tokens(model, text)
+    missing = sorted(b for b in wanted if not _known(plan, policy, b, settings.workload, given))
+    if missing and (text is not None or settings.workload is None):
+        check_content(plan, model, settings.allow_other_weights)
+        where = text or "text that the model writes itself"
+        note(f"mapping {', '.join(f'{b:.0%}' for b in missing)} on {where}, then serving")
+        loaded = load_model(model)
+        record = provenance(loaded.device, {} if text is None else {text.name: file_hash(text)})
+        plan = replace(plan, made=(*plan.made, record))
+        windows = text_for(loaded, model, text)
+        plan = map_budgets(
+            loaded, plan, policy, windows, missing, save=lambda made: update(settings.plan, read, made)
+        ).plan
+    return settings.workload if given is None else labels(plan.workloads).get(given)
+
+
+def _tokens(model: str, text: Path) -> str:
+    """The hash that the text goes by."""
+    from ..loading import load_tokenizer
+    from ..text import cut, read_text
+
+    return cut(read_text(text), load_tokenizer(model), 1024, 65536, sys.maxsize, text.name).workload.sha256
+
+
+def _known(plan: Any, policy: Any, budget: float, workload: str | None, given: str | None) -> bool:
+    """Whether the plan has a threshold; on a text that was given, one of its own."""
+    if given is not None:
+        own = [t for t in plan.thresholds if t.workload.sha256 == given and t.fits(policy.settings)]
+        return any(abs(t.budget - budget) < 1e-9 for t in own)
+    try:
+        plan.threshold(policy.settings, budget, workload=workload)
+    except BudgetError:
+        return False
+    return True
 
 
 def check(model: str, settings: Any) -> None:

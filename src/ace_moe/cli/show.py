@@ -99,7 +99,7 @@ def _distance(entry: Threshold) -> list[str]:
 
 def entry_json(entry: Threshold) -> dict[str, Any]:
     names = ("budget", "threshold", "realised", "passes", "corrected", "fidelity")
-    return {name: getattr(entry, name) for name in names}
+    return {name: getattr(entry, name) for name in names} | {"workload": entry.workload.name}
 
 
 def demo_table(cells: Sequence[Cell]) -> Table:
@@ -127,6 +127,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "guarded": plan.guarded,
         "thresholds": [asdict(t) for t in plan.thresholds],
         "recommendation": plan.recommendation,
+        "made": list(plan.made),
     }
 
 

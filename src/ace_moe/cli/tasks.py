@@ -21,6 +21,7 @@ from .common import (
     Model,
     PolicyName,
     Preset,
+    WorkloadName,
     app,
     out,
     parse_budgets,
@@ -54,6 +55,7 @@ def perplexity(
     gain: GainName = None,
     min_active: MinActive = None,
     min_mass: MinMass = None,
+    workload: WorkloadName = None,
     window: Annotated[int, typer.Option(help="Tokens in a window.")] = 2048,
     tokens: Annotated[int | None, typer.Option(help="Tokens of the text to use. Default: all.")] = None,
     batch: Annotated[int, typer.Option(help="Windows at a time.")] = 1,
@@ -68,6 +70,7 @@ def perplexity(
     from ..evaluate.perplexity import pieces, protocol_named
     from ..evaluate.quality import run, setup_of
     from ..loading import check_window, load_model, load_tokenizer
+    from ..provenance import file_hash, provenance
     from ..text import check_sizes, read_text
 
     chosen = protocol_named(protocol)
@@ -75,11 +78,13 @@ def perplexity(
     if output is not None:
         check_output(output, "results", text, plan)
     content = read_text(text)
-    ace = _ace(plan, skip, allow_other_weights, settings(policy, preset, gain, min_active, min_mass))
+    options = settings(policy, preset, gain, min_active, min_mass)
+    ace = _ace(plan, skip, allow_other_weights, {**options, "workload": workload})
     tokenizer, loaded = load_tokenizer(model), load_model(model, device, expand=expand)
     check_window(loaded, window)
     windows = pieces(chosen, content, tokenizer, loaded.get_input_embeddings().num_embeddings, window, tokens)
     facts = {"model": called(model), "setup": setup_of(loaded, ace, skip, batch)}
+    facts["provenance"] = provenance(loaded.device, {p.name: file_hash(p) for p in (text, plan) if p is not None})
     with ace(loaded) if ace else nullcontext():
         results = run(loaded, ace, chosen, windows, output, facts, batch)
     if as_json:
@@ -117,6 +122,7 @@ def evaluate_tasks(
     policy: PolicyName = "ace",
     preset: Preset = None,
     gain: GainName = None,
+    workload: WorkloadName = None,
     batch: Annotated[int, typer.Option(help="Questions at a time.")] = 1,
     device: Device = None,
     as_json: AsJson = False,
@@ -125,6 +131,7 @@ def evaluate_tasks(
     from ..evaluate import tasks as of
     from ..evaluate.sandbox import check_allowed
     from ..plan import Plan
+    from ..provenance import file_hash
 
     check_output(output, "results", plan)
     names, skips = of.parse_tasks(tasks), parse_budgets(skip)
@@ -135,14 +142,17 @@ def evaluate_tasks(
         if task.runs_code:
             check_allowed(run_code, name)
     rows = {n: of.read_rows(t, path) for n, t in known.items() if (path := of.find_file(t, data)) is not None}
-    options = settings(policy, preset, gain, None, None)
+    options = settings(policy, preset, gain, None, None) | ({"workload": workload} if workload else {})
     made = _harness(harness, model, plan, options, device, batch, max_new_tokens, chat)
     settled = made.ace.policy.settings
     identity = {
         "model": Plan.load(plan).fingerprint.routers.exact,
         **{"harness": harness, "limit": limit, "policy": settled, "batch": batch, "cap": max_new_tokens, "chat": chat},
     }
-    facts = {**of.facts(model), "settings": of.describe(settled, harness)}
+    facts = {
+        **of.facts(model, device or "cpu", {plan.name: file_hash(plan)}),
+        "settings": of.describe(settled, harness),
+    }
     results = of.evaluate(made, names, skips, rows, limit, output, identity, facts)
     if as_json:
         return print_json(results)

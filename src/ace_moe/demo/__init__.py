@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from transformers import PreTrainedModel
@@ -14,6 +14,7 @@ from ..plan import Plan
 from ..planning import Passes, map_budgets
 from ..planning.passes import attached
 from ..policies import PRESETS, Ace, Policy
+from ..provenance import file_hash, provenance
 from ..report.figures import quality_curve
 from ..scoring import score
 from ..tables.build import build_plan
@@ -64,8 +65,10 @@ def run(folder: Path, say: Callable[[str], None] = print) -> list[Cell]:
         )
         found, plan = _measure(rule, plan, model, windows)
         cells += found if not cells else found[1:]  # the unskipped model is the same for both
-    plan.save(folder / "plan.safetensors")
-    (folder / "demo.json").write_text(json.dumps([asdict(c) for c in cells], indent=1))
+    made = provenance(model.device, {TEXT.name: file_hash(TEXT)})
+    replace(plan, made=(made,)).save(folder / "plan.safetensors")
+    results = {"command": made["command"], "provenance": made, "cells": [asdict(c) for c in cells]}
+    (folder / "demo.json").write_text(json.dumps(results, indent=1))
     return cells
 
 

@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from .. import progress
+from ..checkpoint import MoEModel
 from ..errors import AceError, ModelError, OptionError, PlanError
 from ..plan import Plan, missing_table
 from ..planning.mapping import Fit, Histogram
-from ..planning.recipe import prepare
+from ..planning.recipe import fit_budgets, prepare
 from ..policies import PRESETS, Policy, find
 from ..runtime.settings import check_budget
 from ..scoring import Score
@@ -24,10 +25,12 @@ from ..statistics import perplexity_change, perplexity_interval, relative_change
 from ..tables.build import add_tables
 from .grid import Grid, Key, parse_method
 from .oracle import by_expert, table_correlation
-from .store import open_results, write_json
-from .subject import Near, Outcome, Recorder, Subject, by_quantile, dense_pass, fit
+from .store import begin_run, open_results, write_json
+from .subject import Outcome, Recorder, Subject, by_quantile, dense_pass, identity_of
 
 KIND = "compare"
+PROTOCOL = "windows, each by itself"
+DETAIL = 0.5  # cells of this budget keep ratios by expert; for all budgets the file would be mostly that
 MEASURES = ("kl", "agreement", "acceptance")
 Results = dict[str, Any]
 T = TypeVar("T")
@@ -35,8 +38,12 @@ T = TypeVar("T")
 
 def compare(subject: Subject, grid: Grid, path: Path, facts: Results) -> Results:
     """Measure every cell that is not in the file yet. `facts` are written beside the numbers."""
-    results = open_results(path, KIND, identity(subject, grid))
-    results |= {**facts, "command": commands(results.get("command"), facts.get("command", ""))}
+    of = identity_of(subject.model)
+    subject.plan.check_model(MoEModel.of(subject.model).fingerprint())
+    results = open_results(path, KIND, of | identity(subject, grid))
+    record = facts.get("provenance", {})
+    results |= {k: v for k, v in facts.items() if k != "provenance"}
+    results["command"] = commands(results.get("command"), facts.get("command", ""))
     results.setdefault("cells", [])
     finished = {Key(c["method"], c["gain"], c["budget"]) for c in results["cells"]}
     missing = [key for key in grid if key not in finished]
@@ -44,8 +51,9 @@ def compare(subject: Subject, grid: Grid, path: Path, facts: Results) -> Results
     results["references"] = [m for m in results["grid"]["methods"] if is_reference(m)]
     results["refused"] = {m: why for m, why in results.get("refused", {}).items() if m not in grid.methods}
     if missing or "dense" not in results:
+        number = begin_run(results, record)
         with progress.task("cells", len(list(grid)), done=len(list(grid)) - len(missing)) as task:
-            Run(subject, grid, path, results, task).all(missing)
+            Run(subject, grid, path, results, task, number).all(missing)
     write_json(path, results)
     return results
 
@@ -62,11 +70,10 @@ def is_reference(method: str) -> bool:
 
 
 def identity(subject: Subject, grid: Grid) -> Results:
-    """What must be the same for a file to be continued."""
+    """What must be the same for a file to be continued, beside the model."""
     workload = subject.windows.workload
     return {
-        "model": subject.plan.fingerprint.routers.exact,
-        "dtype": str(subject.model.dtype).removeprefix("torch."),
+        "protocol": PROTOCOL,
         "text": workload.sha256,
         "calibration": subject.calibration.workload.sha256 if subject.calibration else None,
         "window": subject.windows.ids.shape[1],
@@ -86,8 +93,9 @@ def merged_grid(before: Results | None, grid: Grid) -> Results:
 class Run:
     """One run over the missing cells."""
 
-    def __init__(self, subject: Subject, grid: Grid, path: Path, results: Results, task: progress.Task):
+    def __init__(self, subject: Subject, grid: Grid, path: Path, results: Results, task: progress.Task, number: int):
         self.subject, self.grid, self.path, self.results, self.task = subject, grid, path, results, task
+        self.number = number  # of this run in the file
 
     def all(self, missing: Sequence[Key]) -> None:
         """Policies that need no text share one dense pass; each calibrated one comes after, with a dense pass of its own."""
@@ -161,12 +169,13 @@ class Run:
             refused["budgets"] = sorted({*refused["budgets"], key.budget})
 
     def _cell(self, key: Key, passes: Recorder, dense: Histogram | None) -> None:
-        start, before = time.perf_counter(), passes.count
+        """Nothing of another cell goes into it: τ starts from the dense curve, whatever was found for another gain."""
+        start, before = time.perf_counter(), len(passes.asked)
         check_budget(key.budget, self.subject.plan.top_k, passes.policy.min_active)
-        found = fit(passes, key.budget, dense, self._near(key), self.grid.correct)
+        found = fit_budgets(passes, [key.budget], correct=self.grid.correct, dense=dense)[0]
         outcome = passes.outcome(found.threshold)
-        cell = key._asdict() | self._numbers(found, outcome, key.budget == self.grid.detail)
-        cell |= {"passes": passes.count - before, "seconds": time.perf_counter() - start}
+        cell = key._asdict() | self._numbers(found, outcome, abs(key.budget - DETAIL) < 1e-9)
+        cell |= {"passes": len(set(passes.asked[before:])), "seconds": time.perf_counter() - start, "run": self.number}
         self.results["cells"].append(cell)
         write_json(self.path, self.results)
 
@@ -188,12 +197,6 @@ class Run:
         if lacking := plan.lacks(policy.tables):
             raise PlanError(missing_table(policy.key, lacking[0], policy.calibrated))
         return policy
-
-    def _near(self, key: Key) -> Near | None:
-        """What the same method and budget had under another gain: gains move hidden states, and with them ratios, little."""
-        cells = self.results["cells"]
-        same = [c for c in cells if (c["method"], c["budget"]) == (key.method, key.budget)]
-        return Near(same[-1]["threshold"], same[-1]["realised"]) if same else None
 
 
 def _measured(score: Score) -> Results:

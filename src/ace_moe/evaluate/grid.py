@@ -50,11 +50,6 @@ class Grid:
         names = (parse_method(method)[0] for method in self.methods)
         return any(find(name).calibrated for name in names if name not in PRESETS)
 
-    @property
-    def detail(self) -> float:
-        """The budget whose cells keep ratios by expert; for all budgets the file would be mostly that."""
-        return min(self.budgets, key=lambda b: abs(b - 0.5))
-
 
 def parse_methods(text: str) -> tuple[str, ...]:
     """ "all", or names of policies with settings after colons: "share,ace:fusion=min"."""

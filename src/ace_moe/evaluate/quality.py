@@ -12,10 +12,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..ace import ACE
-from ..checkpoint import MoEModel
 from ..statistics import perplexity_interval
 from .perplexity import Protocol, measure
 from .store import open_results, write_json
+from .subject import identity_of
 
 KIND = "perplexity"
 Results = dict[str, Any]
@@ -54,9 +54,8 @@ def run(
 
 def setup_of(model: PreTrainedModel, ace: ACE | None, skip: float, batch: int) -> Results:
     """The model, its precision and what is skipped. Batches are part of it: they change rounding."""
-    content = MoEModel.of(model).content()
     settings = ace.policy.settings if ace is not None else {}
-    return {"model": content, "dtype": str(model.dtype), "skip": skip, "batch": batch, **settings}
+    return {**identity_of(model), "skip": skip, "batch": batch, **settings}
 
 
 def identity(protocol: Protocol, windows: Sequence[Tensor], facts: Results) -> Results:

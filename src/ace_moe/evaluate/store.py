@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from ..errors import ResultError, brief
 from ..files import expand, write_whole
+from ..provenance import UNKNOWN, Record, differing
 
 SCHEMA = 1
 
@@ -44,10 +46,21 @@ def open_results(path: str | Path, kind: str, identity: Mapping[str, Any]) -> di
         return {"schema": SCHEMA, "kind": kind, "identity": dict(identity)}
     found = read_json(path, kind)
     for name, value in identity.items():
-        had = found.get("identity", {}).get(name)
+        had = found.get("identity", {}).get(name, UNKNOWN)
         if had != value:
             raise ResultError(
                 f"{path} holds another measurement: {name} is {had!r:.60} there and {value!r:.60} now. Choose another file "
                 "with --out, or delete this one."
             )
     return found
+
+
+def begin_run(results: dict[str, Any], record: Record) -> int:
+    """The number of this run in the file, which its cells carry. Other versions than before are worth a notice, no more."""
+    runs = results.setdefault("runs", [])
+    for earlier in runs[-1:]:
+        if differs := differing(earlier, record):
+            warnings.warn(f"this file is continued under other versions: {differs}", stacklevel=2)
+    if not any({**earlier, "date": None} == {**record, "date": None} for earlier in runs[-1:]):
+        runs.append(record)
+    return len(runs) - 1

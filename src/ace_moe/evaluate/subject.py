@@ -2,31 +2,30 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 import transformers
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ..checkpoint import MoEModel
 from ..fidelity import Reference
 from ..plan import Plan
-from ..planning.mapping import Fit, Histogram
+from ..planning.mapping import Histogram
 from ..planning.passes import Counted, Passes, attached, observe
-from ..planning.recipe import fit_budgets
 from ..policies import Decision, Policy, Routing, TokenPolicy
+from ..provenance import provenance
 from ..runtime import Runtime
 from ..runtime.layer import Observer
 from ..runtime.report import ratio
 from ..scoring import Score, predict, score
 from ..text import Windows
-from ..version import __version__
-
-NEAR = 1e-3  # a tenth of a point of realised ratio
-STEADY = 1e-4  # a ratio that moved by less has not moved
 
 
 @dataclass(frozen=True)
@@ -47,18 +46,32 @@ class Subject:
             yield runtime
 
 
-def facts(subject: Subject, name: str, command: str) -> dict[str, Any]:
+def facts(subject: Subject, name: str, inputs: Mapping[str, str] | None = None) -> dict[str, Any]:
     """What a reader of the results needs to know about the run."""
     device, (count, window) = subject.model.device, subject.windows.ids.shape
-    card = {"card": torch.cuda.get_device_name(device)} if device.type == "cuda" else {}
+    made = provenance(device, {"model": subject.plan.fingerprint.routers.exact, **(inputs or {})})
     return {
         "model": {"name": name, "architecture": type(subject.model).__name__},
         "workload": {**asdict(subject.windows.workload), "windows": count, "window": window},
         "environment": {
-            **{"ace_moe": __version__, "torch": torch.__version__, "transformers": transformers.__version__},
-            **{"device": device.type, **card, "threads": torch.get_num_threads()},
+            **{"ace_moe": made["version"], "torch": torch.__version__, "transformers": transformers.__version__},
+            **{"device": device.type, "threads": torch.get_num_threads()},
+            **({"card": torch.cuda.get_device_name(device)} if device.type == "cuda" else {}),
         },
-        "command": command,
+        "command": made["command"],
+        "provenance": made,
+    }
+
+
+def identity_of(model: PreTrainedModel) -> dict[str, Any]:
+    """Which model, in which precision, on which kind of device: results of two are never in one file."""
+    found = MoEModel.of(model).fingerprint()
+    samples = json.dumps({key: s.sample for key, s in found.experts.items()}, sort_keys=True)
+    return {
+        "model": found.routers.name,
+        "experts": hashlib.sha256(samples.encode()).hexdigest(),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "device": model.device.type,
     }
 
 
@@ -95,6 +108,7 @@ class Recorder(Passes):
         super().__init__(runtime, subject.model, subject.windows, subject.batch, self._score if faithful else score)
         self.subject = subject
         self.outcomes: dict[float, Outcome] = {}
+        self.asked: list[float] = []  # every τ, whether a pass was needed for it or not
 
     def _score(self, model: PreTrainedModel, windows: Windows, batch: int) -> Score:
         return score(model, windows, batch, whole=self._whole)
@@ -111,10 +125,12 @@ class Recorder(Passes):
     def __call__(self, threshold: float) -> Histogram:
         """What the slots contributed. Where the ratio alone counts, a τ that was tried is not run again."""
         if by_quantile(self.policy):
+            self.asked.append(threshold)
             return self._run(threshold)
         return Counted(self.outcome(threshold).realised)
 
     def outcome(self, threshold: float) -> Outcome:
+        self.asked.append(threshold)
         if threshold not in self.outcomes:
             self._run(threshold)
         return self.outcomes[threshold]
@@ -160,25 +176,3 @@ def _ratios(counted: Tensor) -> list[float | None]:
     """Realised ratio of each expert's slots; None where no slot was routed. Re-routed slots can make it negative."""
     routed, executed = counted[:, :-1].tolist()
     return [round(1 - done / all_, 4) if all_ else None for all_, done in zip(routed, executed, strict=True)]
-
-
-# ---- budgets ------------------------------------------------------------------------------------------------------
-
-
-class Near(NamedTuple):
-    """A threshold and the ratio it realised."""
-
-    threshold: float
-    realised: float
-
-
-def fit(
-    passes: Recorder, budget: float, dense: Histogram | None, near: Near | None = None, correct: bool = True
-) -> Fit:
-    """τ for one budget under the attached policy; `near` is what was found for it under another gain."""
-    if near is not None and correct:
-        realised = passes.outcome(near.threshold).realised
-        # some policies only know steps: then the other gain's miss was the least there is
-        if abs(realised - budget) <= max(NEAR, abs(near.realised - budget) + STEADY):
-            return Fit(budget, near.threshold, realised, 1, corrected=True)
-    return fit_budgets(passes, [budget], correct=correct, dense=dense)[0]

@@ -7,7 +7,6 @@ The paper's settings: zero-shot, greedy, at most 1,024 generated tokens for ARC 
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -18,8 +17,8 @@ from ..ace import ACE
 from ..checkpoint.model import called
 from ..errors import OptionError, TaskError, brief
 from ..files import expand
+from ..provenance import provenance
 from ..statistics import mean_difference, mean_interval
-from ..version import __version__
 from .answers import boxed, last_number, program, same_answer
 from .sandbox import passes
 from .store import open_results, write_json
@@ -258,13 +257,12 @@ def evaluate(
     return results
 
 
-def facts(model: str) -> Results:
+def facts(model: str, device: object = "cpu", inputs: Mapping[str, str] | None = None) -> Results:
     """What a reader of the results needs to know about the run."""
-    import torch
-    import transformers
-
-    versions = {"ace_moe": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
-    return {"model": {"name": called(model)}, "environment": versions, "command": " ".join(["ace", *sys.argv[1:]])}
+    made = provenance(device, inputs)
+    versions = {"ace_moe": made["version"], **{n: made["libraries"].get(n) for n in ("torch", "transformers")}}
+    about = {"model": {"name": called(model)}, "environment": versions, "command": made["command"]}
+    return {**about, "provenance": made}
 
 
 def describe(settings: Results, harness: str) -> str:

@@ -20,11 +20,12 @@ from ..errors import OptionError, PolicyError
 from ..plan import Workload
 from ..planning import mapping
 from ..planning.mapping import Histogram
+from ..planning.recipe import fit_budgets
 from ..policies import Policy
 from ..runtime import Runtime
 from ..text import Windows
 from .store import open_results, write_json
-from .subject import Recorder, Subject, by_quantile, fit
+from .subject import Recorder, Subject, by_quantile, identity_of
 
 KIND = "study thresholds"
 TOLERANCE = 1e-3  # a tenth of a point of realised ratio, for every way of mapping
@@ -44,7 +45,7 @@ class Study:
 
     def identity(self, workloads: Sequence[Windows]) -> Results:
         return {
-            "model": self.subject.plan.fingerprint.routers.exact,
+            **identity_of(self.subject.model),
             "policy": self.policy.settings,
             "texts": [w.workload.sha256 for w in workloads],
             "measured": self.measured,
@@ -95,7 +96,7 @@ def _workload(
         }
         seen = {other: run(0.0) for other, run in runs.items()} if not setup.measured else {name: runs[name](0.0)}
         for budget in todo:
-            made = fit(runs[name], budget, seen[name])
+            made = fit_budgets(runs[name], [budget], dense=seen[name])[0]
             carried = [_carry(made.threshold, name, to, run, seen) for to, run in runs.items() if to != name]
             results["workloads"].append(_own(windows.workload, budget, made.threshold, made.realised))
             results["transfers"] += [row | {"budget": budget} for row in carried]

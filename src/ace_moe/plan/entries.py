@@ -1,25 +1,36 @@
-"""Thresholds of a plan: what an entry holds, how it is read, and how a budget finds its own."""
+"""Thresholds of a plan: what an entry holds, and how it is read."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from ..errors import BudgetError
-
 Phase = Literal["both", "prefill", "decode", "verify"]
 PHASES: tuple[str, ...] = get_args(Phase)
+OWN = "own text"
 LONGEST_GAIN = 40  # characters; which gains there are is the policies' business
 
 
 @dataclass(frozen=True)
 class Workload:
-    """The text a threshold was mapped on."""
+    """The text a threshold was mapped on; the hash is of its tokens."""
 
     name: str
     sha256: str
     tokens: int
+
+    @property
+    def own(self) -> bool:
+        """Whether the model wrote it."""
+        return self.name == OWN
+
+    @classmethod
+    def from_json(cls, found: Mapping[str, Any], where: str) -> Workload:
+        made = cls(**found)
+        for name, kind in (("name", str), ("sha256", str), ("tokens", int)):
+            expect(getattr(made, name), kind, f"{where}: workload")
+        return made
 
 
 @dataclass(frozen=True)
@@ -51,34 +62,39 @@ class Threshold:
 
     @classmethod
     def from_json(cls, entry: Mapping[str, Any]) -> Threshold:
-        found = cls(**{**entry, "workload": Workload(**entry["workload"])})
+        found = cls(**{**entry, "workload": Workload.from_json(entry["workload"], "thresholds")})
         for name, kind in KINDS.items():
             expect(getattr(found, name), kind, f"thresholds: {name}")
-        expect(found.workload.name, str, "thresholds: workload")
-        _check_words(found)
-        shares = (found.budget, found.realised, found.min_mass)
-        if not 0 <= found.threshold <= MOST_TAU or not all(0 <= n <= 1 for n in shares):  # NaN fails either
-            raise ValueError(f"threshold entry with budget {found.budget!r} has a value out of range")
+        check_settings(found.settings, "thresholds")
+        if found.phase not in PHASES:
+            raise ValueError(f"thresholds: phase {found.phase!r:.40} is none of {', '.join(PHASES)}")
+        if not 0 < len(found.gain) <= LONGEST_GAIN:
+            raise ValueError(f"thresholds: {found.gain!r:.60} is no name of a gain")
+        if not 0 <= found.threshold <= MOST_TAU or not all(0 <= n <= 1 for n in (found.budget, found.realised)):
+            raise ValueError(f"threshold entry with budget {found.budget!r} has a value out of range")  # NaN too
         return found
 
 
-def _check_words(found: Threshold) -> None:
-    """What is of the right kind and still means nothing."""
-    if found.phase not in PHASES:
-        raise ValueError(f"thresholds: phase {found.phase!r:.40} is none of {', '.join(PHASES)}")
-    if not 0 < len(found.gain) <= LONGEST_GAIN:
-        raise ValueError(f"thresholds: {found.gain!r:.60} is no name of a gain")
-    if found.min_active < 0:
-        raise ValueError(f"thresholds: min_active is {found.min_active}, less than no slot")
+def check_settings(settings: Mapping[str, Any], where: str) -> None:
+    """What shapes contributions, of the right kind and meaning something."""
+    for name, kind in SETTINGS.items():
+        expect(settings[name], kind, f"{where}: {name}")
+    if settings["min_active"] < 0:
+        raise ValueError(f"{where}: min_active is {settings['min_active']}, less than no slot")
+    if not 0 <= settings["min_mass"] <= 1:  # NaN fails too
+        raise ValueError(f"{where}: min_mass {settings['min_mass']!r} has a value out of range")
 
 
 MOST_TAU = 2  # contributions end at 1, τ a little above
 NUMBER = (int, float)
-KINDS: dict[str, type | tuple[type, ...]] = {
-    **dict.fromkeys(("policy", "gain", "phase"), str),
-    **dict.fromkeys(("budget", "threshold", "realised", "min_mass"), NUMBER),
-    **{"params": dict, "min_active": int, "passes": int, "corrected": bool},
-    **{"factor": (str, type(None)), "fidelity": (dict, type(None))},
+Kinds = dict[str, type | tuple[type, ...]]
+SETTINGS: Kinds = {
+    "policy": str, "params": dict, "min_active": int, "min_mass": NUMBER, "factor": (str, type(None)),
+}  # fmt: skip
+KINDS: Kinds = {
+    **dict.fromkeys(("gain", "phase"), str),
+    **dict.fromkeys(("budget", "threshold", "realised"), NUMBER),
+    **{"passes": int, "corrected": bool, "fidelity": (dict, type(None))},
 }
 
 
@@ -95,54 +111,3 @@ def compared(settings: Mapping[str, Any]) -> dict[str, Any]:
     params = {name: value for name, value in settings["params"].items() if (name, value) != ("denominator", 0)}
     rest = {name: value for name, value in settings.items() if (name, value) != ("factor", None)}
     return {**rest, "params": params}
-
-
-def look_up(
-    thresholds: Sequence[Threshold], settings: Mapping[str, Any], budget: float, phase: Phase, workload: str | None
-) -> tuple[float, str | None]:
-    """(τ, notice) for a budget: exact entry, or interpolated between two with a notice. Budget 0 needs no entry."""
-    if budget == 0:
-        return 0.0, None
-    entries = _entries(thresholds, settings, phase, workload)
-    by_budget = {t.budget: t.threshold for t in entries} | {0.0: 0.0}
-    for known, tau in by_budget.items():
-        if abs(known - budget) < 1e-9:
-            return tau, None
-    below = max((b for b in by_budget if b < budget), default=None)
-    above = min((b for b in by_budget if b > budget), default=None)
-    if not entries or below is None or above is None:
-        raise BudgetError(_no_entry(settings, budget, workload, entries))
-    tau = by_budget[below] + (budget - below) / (above - below) * (by_budget[above] - by_budget[below])
-    return tau, (
-        f"no threshold was mapped for {budget:.1%}: τ = {tau:.6f} is interpolated between {below:.0%} and "
-        f"{above:.0%}; the realised ratio may differ"
-    )
-
-
-def _entries(
-    thresholds: Sequence[Threshold], settings: Mapping[str, Any], phase: Phase, workload: str | None
-) -> list[Threshold]:
-    matching = [t for t in thresholds if t.fits(settings) and t.phase in (phase, "both")]
-    name = workload or (matching[-1].workload.name if matching else None)
-    return [t for t in matching if t.workload.name == name]
-
-
-def _no_entry(settings: Mapping[str, Any], budget: float, workload: str | None, entries: list[Threshold]) -> str:
-    had = sorted({t.budget for t in entries})
-    where = f" on workload {workload!r}" if workload else ""
-    have = (
-        f"it has {', '.join(f'{b:.0%}' for b in had)} for these settings" if had else "it has none for these settings"
-    )
-    return (
-        f"The plan has no threshold for a budget of {budget:.1%} with {_brief(settings)}{where}: {have}. "
-        f"Map one with `ace budget MODEL --plan PLAN --text FILE --budgets {budget:g}` and the same settings."
-    )
-
-
-def _brief(settings: Mapping[str, Any]) -> str:
-    params = "".join(f" {k}={v}" for k, v in settings["params"].items())
-    factor = f", factor {settings['factor']}" if settings.get("factor") else ""
-    return (
-        f"policy {settings['policy']}{params}, gain {settings['gain']}, min_active {settings['min_active']}, "
-        f"min_mass {settings['min_mass']:g}{factor}"
-    )

@@ -19,22 +19,22 @@ from safetensors.torch import save
 from torch import Tensor
 
 from ..errors import PlanError, brief
-from . import metadata
+from . import curves, metadata
 from .shapes import Expected, Tables, check_factor_names, check_layers, check_values
 
 TENSOR = re.compile(r"layers\.(?P<key>.+)\.(?P<table>[a-z_]+)")
-RESERVED = re.compile(r"curves\..+")  # of a later release: kept, not looked at
+CURVE = re.compile(r"curves\.\d+")
 NO_PLAN = "It is truncated or no plan; build it again with `ace tables`."
 DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32"}
 Names = dict[str, dict[str, str]]  # layer → table → name of its tensor
 
 
-def serialised(tables: Tables, extra: Mapping[str, Tensor], ace: Mapping[str, Any]) -> bytes:
+def serialised(tables: Tables, lines: Mapping[str, Tensor], ace: Mapping[str, Any]) -> bytes:
     """The file, before it is written."""
     tensors = {
         f"layers.{key}.{name}": _own(values.float()) for key, layer in tables.items() for name, values in layer.items()
     }
-    kept = {name: _own(values) for name, values in extra.items()}
+    kept = {name: _own(points) for name, points in lines.items()}
     return save({**tensors, **kept}, metadata={"ace": json.dumps({"schema": metadata.SCHEMA, **ace})})
 
 
@@ -95,16 +95,36 @@ def read(handle: safe_open) -> dict[str, Any]:
     """All fields of a `Plan`, checked; whatever is wrong raises the error of its type."""
     fields = metadata.fields_of(metadata.text_of(handle.metadata()))
     structure, shapes = fields["fingerprint"].structure, fields["shapes"]
-    reserved = [name for name in handle.keys() if RESERVED.fullmatch(name)]  # noqa: SIM118
-    names = _by_layer(set(handle.keys()) - set(reserved))
+    lines = {name for name in handle.keys() if CURVE.fullmatch(name)}  # noqa: SIM118
+    names = _by_layer(set(handle.keys()) - lines)
+    _check_curves(handle, lines, fields["curves"])
     check_layers({key: set(layer) for key, layer in names.items()}, structure, fields["undefined"])
     _check_shapes(handle, names, Expected(structure, shapes))
     # the file sorts layers as text: 10 before 2
     tables = {key: {n: handle.get_tensor(t).clone() for n, t in names.get(key, {}).items()} for key in structure}
     check_values(tables, shapes)
-    named = {t.factor: "a threshold" for t in fields["thresholds"] if t.factor is not None}
+    read_curves = tuple(
+        curves.from_json(found, handle.get_tensor(found["tensor"]).clone()) for found in fields["curves"]
+    )
+    named = {c.settings["factor"]: "a curve" for c in read_curves} | {
+        t.factor: "a threshold" for t in fields["thresholds"]
+    }
+    named.pop(None, None)
     check_factor_names(named | dict.fromkeys(fields["guarded"], "`guarded`"), tables)
-    return {**fields, "tables": tables, "extra": {name: handle.get_tensor(name).clone() for name in reserved}}
+    return {**fields, "tables": tables, "curves": read_curves}
+
+
+def _check_curves(handle: safe_open, tensors: set[str], listed: list[dict[str, Any]]) -> None:
+    """From the header alone: what is listed is there, and nothing else."""
+    if tensors != {found["tensor"] for found in listed}:
+        odd = sorted(tensors ^ {found["tensor"] for found in listed})[0]
+        raise PlanError(
+            f"tensor {odd} and the list of curves disagree. The file was edited or cut; build it again with `ace tables`."
+        )
+    for tensor in tensors:
+        found = handle.get_slice(tensor)
+        dtype = found.get_dtype()
+        curves.check_shape(tensor, DTYPES.get(dtype, dtype), tuple(found.get_shape()))
 
 
 def _by_layer(tensors: Iterable[str]) -> Names:

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..errors import PlanError
+from .curves import check_listed
 from .entries import Threshold, expect
 from .fingerprint import Fingerprint
 from .shapes import check_declared
@@ -18,7 +19,7 @@ SCHEMA, READS = 2, (1, 2)
 MOST_BYTES = 4 << 20  # of metadata; the largest plans we know have under 1 MiB
 KNOWN = {
     "schema", "model", "fingerprint", "undefined", "other_weights", "calibrations", "shapes", "guarded", "thresholds",
-    "recommendation",
+    "recommendation", "curves", "default_workload", "made",
 }  # fmt: skip
 
 
@@ -33,7 +34,7 @@ def text_of(header: Mapping[str, str] | None) -> str:
 
 
 def fields_of(text: str) -> dict[str, Any]:
-    """Fields of a `Plan` but its tensors."""
+    """Fields of a `Plan` but its tensors; curves as they are listed."""
     ace = _current(json.loads(text))
     fingerprint = Fingerprint.from_json(ace["fingerprint"])
     _check_kinds(ace)
@@ -49,6 +50,9 @@ def fields_of(text: str) -> dict[str, Any]:
         "shapes": {name: tuple(dims) for name, dims in check_declared(ace.get("shapes", {})).items()},
         "guarded": {name: tuple(layers) for name, layers in guarded.items()},
         "recommendation": _recommendation(ace.get("recommendation")),
+        "curves": check_listed(ace.get("curves", [])),
+        "default_workload": _default(ace),
+        "made": tuple(_made(ace.get("made", []))),
         "unread": {name: value for name, value in ace.items() if name not in KNOWN},
     }
 
@@ -86,6 +90,21 @@ def _check_guarded(guarded: Any, structure: Mapping[str, Any]) -> None:
             expect(key, str, f"guarded: {name}")
             if key not in structure:
                 raise ValueError(f"guarded: {name} names layer {key!r:.40}, which the model does not have")
+
+
+def _made(found: Any) -> list[dict[str, Any]]:
+    expect(found, list, "made")
+    for record in found:
+        expect(record, dict, "made")
+    return found
+
+
+def _default(ace: Mapping[str, Any]) -> str | None:
+    found = ace.get("default_workload")
+    texts = {entry["workload"]["sha256"] for entry in (*ace["thresholds"], *ace.get("curves", []))}
+    if found is not None and found not in texts:
+        raise ValueError(f"default_workload {found!r:.40} is none of the plan's texts")
+    return found
 
 
 def _recommendation(found: Any) -> dict[str, Any] | None:

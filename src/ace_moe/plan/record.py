@@ -20,7 +20,9 @@ from torch import Tensor
 from ..errors import PlanError, brief
 from ..files import expand, write_whole
 from . import file
-from .entries import Phase, Threshold, compared, look_up
+from .answers import Answer, Known
+from .curves import Curve
+from .entries import Phase, Threshold, Workload, compared
 from .fingerprint import Fingerprint
 from .shapes import check_factors
 
@@ -39,8 +41,10 @@ class Plan:
     shapes: dict[str, tuple[str, ...]] = field(default_factory=dict)  # dimensions of tables that have others than usual
     guarded: dict[str, tuple[str, ...]] = field(default_factory=dict)  # factor table → layers never skipped under it
     recommendation: dict[str, Any] | None = None
+    curves: tuple[Curve, ...] = ()
+    default_workload: str | None = None  # sha256 of the text that is meant where none is named
+    made: tuple[dict[str, Any], ...] = ()  # the commands that wrote into it, oldest first
     unread: dict[str, Any] = field(default_factory=dict)  # metadata of a later release, written back as it was
-    extra: dict[str, Tensor] = field(default_factory=dict)  # tensors of a later release, likewise
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Plan):
@@ -93,13 +97,53 @@ class Plan:
             return json.dumps([compared(t.settings), t.budget, t.phase, t.workload.sha256], sort_keys=True)
 
         fresh = {identity(t) for t in new}
-        return replace(self, thresholds=(*(t for t in self.thresholds if identity(t) not in fresh), *new))
+        kept = tuple(t for t in self.thresholds if identity(t) not in fresh)
+        return replace(self, thresholds=(*kept, *new), default_workload=self._default(*(t.workload for t in new)))
+
+    def with_curve(self, new: Curve) -> Plan:
+        """Newest last; a curve of the same settings and text is replaced."""
+        kept = tuple(c for c in self.curves if not c.of(new.settings, new.workload.sha256))
+        return replace(self, curves=(*kept, new), default_workload=self._default(new.workload))
+
+    def curve(self, settings: Mapping[str, Any], sha256: str) -> Curve | None:
+        """Of these settings, whatever their gain, on a text."""
+        return next((c for c in self.curves if c.of(settings, sha256)), None)
+
+    def answer(
+        self, settings: Mapping[str, Any], budget: float, phase: Phase = "both", workload: str | None = None
+    ) -> Answer:
+        """τ for a budget and how it was found; `workload` is the name of a text, by default the plan's own choice."""
+        return self._known.answer(settings, budget, phase, workload)
 
     def threshold(
         self, settings: Mapping[str, Any], budget: float, phase: Phase = "both", workload: str | None = None
     ) -> tuple[float, str | None]:
-        """(τ, notice) for a budget: exact entry, or interpolated between two with a notice. Budget 0 needs no entry."""
-        return look_up(self.thresholds, settings, budget, phase, workload)
+        """(τ, notice) for a budget; a measured one needs no notice, and 0 no entry."""
+        found = self.answer(settings, budget, phase, workload)
+        return found.threshold, found.notice
+
+    # ---- texts ------------------------------------------------------------------------------------------------
+
+    @property
+    def _known(self) -> Known:
+        return Known(self.thresholds, self.curves, self.default_workload)
+
+    @property
+    def workloads(self) -> list[Workload]:
+        """Every text that something was mapped on."""
+        return self._known.workloads
+
+    def with_default(self, workload: Workload) -> Plan:
+        return replace(self, default_workload=workload.sha256)
+
+    def _default(self, *new: Workload) -> str | None:
+        """The first text that was given stays the default; one that the model wrote gives way to it."""
+        texts = {w.sha256: w for w in (*new, *self.workloads)}
+        current = texts.get(self.default_workload or self._known.newest or "")
+        given = next((w for w in new if not w.own), next(iter(new), None))
+        if given is not None and (current is None or (current.own and not given.own)):
+            return given.sha256
+        return current.sha256 if current else None
 
     # ---- the model it belongs to --------------------------------------------------------------------------------
 
@@ -132,7 +176,8 @@ class Plan:
 
     def to_bytes(self) -> bytes:
         """The whole file."""
-        return file.serialised(self.tables, self.extra, self._metadata())
+        lines = {f"curves.{n}": curve.points for n, curve in enumerate(self.curves)}
+        return file.serialised(self.tables, lines, self._metadata())
 
     def _metadata(self) -> dict[str, Any]:
         return {
@@ -145,6 +190,9 @@ class Plan:
             "guarded": {name: list(layers) for name, layers in self.guarded.items()},
             "thresholds": [asdict(t) for t in self.thresholds],
             "recommendation": self.recommendation,
+            "curves": [curve.to_json(f"curves.{n}") for n, curve in enumerate(self.curves)],
+            "default_workload": self.default_workload,
+            "made": list(self.made),
             **self.unread,
         }
 

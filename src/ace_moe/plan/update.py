@@ -36,10 +36,14 @@ def update(path: str | Path, had: Plan, made: Plan) -> Plan:
 
 
 def _merged(now: Plan, had: Plan, made: Plan) -> Plan:
-    rest = [f.name for f in fields(Plan) if f.name not in ("fingerprint", "thresholds")]
+    rest = [f.name for f in fields(Plan) if f.name not in ("fingerprint", "thresholds", "curves")]
     changes = {name: _joined(*(getattr(plan, name) for plan in (now, had, made))) for name in rest}
-    fresh = [t for t in made.thresholds if t not in had.thresholds]
-    return replace(now, **changes).with_thresholds(fresh)
+    merged = replace(now, **changes)
+    for curve in made.curves:
+        if not any(equal(curve, other) for other in had.curves):
+            merged = merged.with_curve(curve)
+    merged = merged.with_thresholds([t for t in made.thresholds if t not in had.thresholds])
+    return replace(merged, default_workload=changes["default_workload"] or merged.default_workload)
 
 
 def _joined(now: Any, had: Any, made: Any) -> Any:

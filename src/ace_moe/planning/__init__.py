@@ -1,6 +1,7 @@
 """From a model and a text to thresholds in a plan."""
 
 from .mapping import Fit, Histogram
+from .own_text import own_windows, text_for, texts_for
 from .recipe import Mapped, Passes, calibrate, calibration_part, fit_budgets, map_budgets, prepare
 
 __all__ = [
@@ -12,5 +13,8 @@ __all__ = [
     "calibration_part",
     "fit_budgets",
     "map_budgets",
+    "own_windows",
     "prepare",
+    "text_for",
+    "texts_for",
 ]

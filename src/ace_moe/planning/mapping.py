@@ -10,7 +10,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -71,6 +73,15 @@ class Histogram:
             self._below = torch.cat([counts.new_zeros(1), counts[:-1].cumsum(0)])
         return self._below
 
+    def ratios(self) -> np.ndarray:
+        """[BINS + 2]: the ratio at each bin edge."""
+        return (self._cumulative().double() / self._some_routed()).numpy()
+
+    def _some_routed(self) -> int:
+        if not self.routed:
+            raise BudgetError("The pass saw no routed slot; the text is empty or the model has no MoE layer attached.")
+        return self.routed
+
     def ratio(self, threshold: float) -> float:
         """Fraction of routed slots with contribution < τ, for a τ on a bin edge."""
         edge = min(BINS + 1, max(0, math.ceil(threshold * BINS)))
@@ -78,7 +89,7 @@ class Histogram:
 
     def threshold(self, budget: float) -> float:
         """The bin edge whose count is closest to the budget's (ties between slots cannot be split)."""
-        wanted = min(round(budget * self.routed), self.candidates)
+        wanted = min(round(budget * self._some_routed()), self.candidates)
         below = self._cumulative()
         edge = int(torch.searchsorted(below, wanted))  # first edge with at least `wanted` under it
         if edge > 0 and wanted - int(below[edge - 1]) < int(below[edge]) - wanted:
@@ -102,7 +113,16 @@ class Fit:
 Pass = Callable[[float], Histogram]  # runs the model with τ over the text; what its slots contributed
 
 
-def _check_limit(budget: float, dense: Histogram) -> None:
+class Dense(Protocol):
+    """What is known of the unskipped model: a histogram, or the curve that was kept of one."""
+
+    @property
+    def limit(self) -> float: ...
+    def ratio(self, threshold: float) -> float: ...
+    def threshold(self, budget: float) -> float: ...
+
+
+def _check_limit(budget: float, dense: Dense) -> None:
     if budget > dense.limit:
         raise BudgetError(
             f"A budget of {budget:.1%} cannot be met: the safeguards protect all but {dense.limit:.1%} of the slots on this "
@@ -110,14 +130,12 @@ def _check_limit(budget: float, dense: Histogram) -> None:
         )
 
 
-def quantile_fits(dense: Histogram, budgets: Sequence[float]) -> list[Fit]:
+def quantile_fits(dense: Dense, budgets: Sequence[float]) -> list[Fit]:
     """τ for each budget from one pass of the dense model. `realised` is what the dense pass promises."""
-    if not dense.routed:
-        raise BudgetError("The pass saw no routed slot; the text is empty or the model has no MoE layer attached.")
     fits = []
     for budget in budgets:
-        _check_limit(budget, dense)
         tau = dense.threshold(budget)
+        _check_limit(budget, dense)
         fits.append(Fit(budget, tau, dense.ratio(tau), 0, corrected=False))
     return fits
 

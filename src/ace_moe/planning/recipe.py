@@ -5,7 +5,6 @@ Everyone who maps calls it: `ACE`, `ace budget`, `ace serve --text`, the demo, c
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
@@ -20,10 +19,11 @@ from ..policies import PRESETS, Policy
 from ..runtime.settings import check_budget
 from ..scoring import predicts
 from ..tables.build import add_tables
-from ..text import Windows
+from ..text import Windows, windows_of
 from . import mapping
+from .curves import curve_of
 from .judge import judge
-from .mapping import Fit, Histogram
+from .mapping import Dense, Fit, Histogram
 from .partial import Partial
 from .passes import Counted, Passes, Run, attached, read_through
 
@@ -49,9 +49,7 @@ def calibrate(plan: Plan, policy: Policy, model: PreTrainedModel, windows: Windo
 
 def calibration_part(windows: Windows) -> Windows:
     """The first windows of a text: the cited methods use few samples, and some take a pass for every layer or expert."""
-    ids = windows.ids[:CALIBRATED_ON]
-    digest = hashlib.sha256(ids.contiguous().numpy().tobytes()).hexdigest()
-    return Windows(ids, replace(windows.workload, sha256=digest, tokens=ids.numel()))
+    return windows_of(windows.ids[:CALIBRATED_ON], windows.workload.name)
 
 
 def prepare(plan: Plan, policy: Policy, model: PreTrainedModel, windows: Windows | None) -> Plan:
@@ -106,7 +104,7 @@ def map_budgets(
     with attached(model, plan, policy) as runtime, partial or nullcontext():
         passes, fits = Passes(runtime, model, windows, batch, run), dict(known)
         todo = [b for b in wanted if b not in known]
-        dense = _dense(passes, policy, partial) if todo else None
+        plan, dense = _dense(passes, plan, partial, again)
         with progress.task("budgets", len(todo)) as task:
             for budget in todo:
                 fits[budget] = fit_budgets(passes, [budget], correct=correct, dense=dense)[0]
@@ -137,16 +135,21 @@ def _of(entry: Threshold, policy: Policy, windows: Windows) -> bool:
     return same and entry.phase == "both"
 
 
-def _dense(passes: Passes, policy: Policy, partial: Partial | None) -> Histogram | None:
-    """The unskipped model's histogram: from a run that was stopped, if there is one, else by a pass."""
+def _dense(passes: Passes, plan: Plan, partial: Partial | None, again: bool) -> tuple[Plan, Dense | None]:
+    """What the unskipped model says of every budget: the histogram of a run that was stopped, else the plan's curve, else by
+    a pass; and the plan with the curve of it."""
+    policy, workload = passes.policy, passes.windows.workload
     if policy.mapping != "quantile":
-        return None
+        return plan, None
+    known = None if again else plan.curve(policy.settings, workload.sha256)
     found = None if partial is None else partial.load(passes)
+    if found is None and known is not None:
+        return plan, known
     if found is None:
         found = passes(0.0)
         if partial is not None:
             partial.save(passes, found)
-    return found
+    return plan.with_curve(curve_of(found, policy, workload)), found
 
 
 def known_fit(plan: Plan, policy: Policy, windows: Windows, budget: float, correct: bool) -> Fit | None:
@@ -159,7 +162,7 @@ def known_fit(plan: Plan, policy: Policy, windows: Windows, budget: float, corre
 
 
 def fit_budgets(
-    passes: Passes, budgets: Sequence[float], *, correct: bool = True, dense: Histogram | None = None
+    passes: Passes, budgets: Sequence[float], *, correct: bool = True, dense: Dense | None = None
 ) -> list[Fit]:
     """One dense pass maps every budget; then, if asked, correction passes of the skipped model for each.
 

@@ -5,36 +5,51 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..errors import BudgetError, PlanError
-from ..plan import Plan, missing_table
+from ..plan import Answer, Plan, missing_table
 from ..policies import Policy
 from .rows import PHASES
 
 Skip = float | Mapping[str, float]
 FULL = '{"prefill": 0.3, "decode": 0.5}'
+APART = "budgets differ by phase, and thresholds were measured with one for all: realised ratios may differ"
 HOST: Any = {"dtype": torch.float32, "device": "cpu"}  # an engine may build its layers under other defaults
 
 
 def thresholds(plan: Plan, policy: Policy, skip: Skip, workload: str | None = None) -> Tensor:
     """τ for prefill, decode and verify, [3]."""
+    found = answers(plan, policy, skip, workload)
+    for notice in dict.fromkeys(answer.notice for answer in found.values()):
+        if notice:
+            warnings.warn(notice, stacklevel=3)
+    return torch.tensor([answer.threshold for answer in found.values()], **HOST)
+
+
+def answers(plan: Plan, policy: Policy, skip: Skip, workload: str | None = None) -> dict[str, Answer]:
+    """What the plan says of each phase's budget; no model is called.
+
+    A threshold is measured with one budget for all phases: where they differ, it counts as not corrected.
+    """
+    wanted = {p: check_budget(b, plan.top_k, policy.min_active) for p, b in by_phase(skip).items()}
     if not isinstance(skip, Mapping):
-        return torch.full((len(PHASES),), _look_up(plan, policy, skip, "both", workload), **HOST)
-    wanted = by_phase(skip)
+        return dict.fromkeys(wanted, plan.answer(policy.settings, wanted["decode"], "both", workload))
     entries = {"verify": "verify" if "verify" in skip else "decode"}  # verify follows decode unless it is named
-    return torch.tensor([_look_up(plan, policy, b, entries.get(p, p), workload) for p, b in wanted.items()], **HOST)
+    found = {p: plan.answer(policy.settings, b, entries.get(p, p), workload) for p, b in wanted.items()}  # type: ignore[arg-type]
+    return found if len(set(wanted.values())) == 1 else {p: _apart(answer) for p, answer in found.items()}
 
 
-def _look_up(plan: Plan, policy: Policy, budget: object, phase: str, workload: str | None) -> float:
-    value = check_budget(budget, plan.top_k, policy.min_active)
-    tau, notice = plan.threshold(policy.settings, value, phase, workload)  # type: ignore[arg-type]
-    if notice:
-        warnings.warn(notice, stacklevel=4)
-    return tau
+def _apart(answer: Answer) -> Answer:
+    return (
+        answer
+        if answer.expected == 0
+        else replace(answer, how="uncorrected", error=None, notice=answer.notice or APART)
+    )
 
 
 def by_phase(skip: Skip) -> dict[str, float]:

@@ -115,7 +115,8 @@ def check_valve(skip: object, most: object, target: object) -> None:
     numbers = all(isinstance(x, (int, float)) and not isinstance(x, bool) for x in (most, target))
     if not numbers or not float(skip) < float(most) < 1 or not 0 < float(target) < 1e6:  # type: ignore[arg-type]
         raise OptionError(
-            f"--skip-max is a budget above --skip ({skip}) and below 1, --target-tpot a time in milliseconds; not {most!r}, {target!r}."
+            f"--skip-max is a budget above --skip ({skip}) and below 1, --target-tpot a time in milliseconds; "
+            f"not {most!r}, {target!r}."
         )
 
 

@@ -1,0 +1,72 @@
+"""Thresholds from text that the model writes itself, kept fixed on other texts: what they realise.
+
+python benchmarks/own_text.py MODEL … --texts wikipedia.jsonl books.jsonl code.jsonl docs.jsonl [--out FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from ace_moe import build_plan
+from ace_moe.loading import load_model
+from ace_moe.planning import Mapped, Passes, map_budgets, text_for
+from ace_moe.planning.passes import attached
+from ace_moe.policies import make
+from ace_moe.provenance import file_hash, provenance
+
+BUDGETS = (0.3, 0.5, 0.6)
+EACH = {0.3: 0.07, 0.5: 0.04, 0.6: 0.04}  # how far a text's ratio may be from the request
+MEAN = 0.025
+
+
+def realised(model: PreTrainedModel, mapped: Mapped, source: Path, texts: list[Path], tokens: int) -> dict[str, Any]:
+    """By text, the ratio of each mapped threshold, executed."""
+    found = {}
+    with attached(model, mapped.plan, mapped.passes.policy) as runtime:
+        for text in texts:
+            passes = Passes(runtime, model, text_for(model, source, text, tokens=tokens), batch=4)
+            found[text.stem] = {f"{fit.budget:g}": passes(fit.threshold).ratio(fit.threshold) for fit in mapped.fits}
+    return found
+
+
+def judge(rows: dict[str, dict[str, float]]) -> dict[str, Any]:
+    """The worst text and the mean of all at each budget, as distances from the request."""
+    judged = {}
+    for budget in BUDGETS:
+        off = [row[f"{budget:g}"] - budget for row in rows.values()]
+        worst, mean = max(off, key=abs), sum(off) / len(off)
+        judged[f"{budget:g}"] = {"worst": worst, "mean": mean, "met": abs(worst) <= EACH[budget] and abs(mean) <= MEAN}
+    return judged
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("models", type=Path, nargs="+")
+    parser.add_argument("--texts", type=Path, nargs="+", required=True)
+    parser.add_argument("--policies", nargs="+", default=["share", "ace"])
+    parser.add_argument("--tokens", type=int, default=16384)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    names = " ".join(path.name for path in (*options.models, Path("--texts"), *options.texts))
+    result: dict[str, Any] = {"command": f"python benchmarks/own_text.py {names} --tokens {options.tokens}", "rows": []}
+    result["provenance"] = provenance(inputs={text.name: file_hash(text) for text in options.texts})
+    for source in options.models:
+        model, plan = load_model(source), build_plan(source)
+        windows = text_for(model, source, None)
+        for policy in options.policies:
+            mapped = map_budgets(model, plan, make(policy), windows, BUDGETS, batch=8)
+            rows = realised(model, mapped, source, options.texts, options.tokens)
+            row = {"model": source.name, "policy": policy, "own": windows.workload.sha256, "realised": rows}
+            result["rows"].append({**row, "judged": judge(rows)})
+            print(json.dumps(result["rows"][-1]), flush=True)
+            if options.out:
+                options.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

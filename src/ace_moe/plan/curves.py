@@ -1,0 +1,119 @@
+"""Ratio against τ on one text: what a dense pass knows of every budget, as a line through few points."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import PlanError
+from .entries import MOST_TAU, Workload, check_settings, compared, expect
+
+BIN = 2.0**-20  # the least distance of two τ that a pass tells apart
+MOST_POINTS = 1 << 16
+SAME = 1e-7  # ratios are kept in single precision
+SHAPING = ("policy", "params", "min_active", "min_mass", "factor")  # the gain shapes no contribution
+UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True, eq=False)
+class Curve:
+    """points [2, N] float32: τ, rising, and the ratio of routed slots under it, never falling.
+
+    Between points it is a line. Two points one bin apart are a step: slots of equal contribution cannot be split. It ends
+    at the largest ratio that the safeguards leave room for.
+    """
+
+    settings: dict[str, Any]
+    workload: Workload
+    points: Tensor
+    date: str = UNKNOWN
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Curve):
+            return NotImplemented
+        same = (self.settings, self.workload) == (other.settings, other.workload)
+        return same and torch.equal(self.points, other.points)  # whenever each was made
+
+    def of(self, settings: Mapping[str, Any], sha256: str) -> bool:
+        """Whether it is of this text and what shapes contributions there."""
+        return self.workload.sha256 == sha256 and compared(self.settings) == compared(shaping(settings))
+
+    @cached_property
+    def _lists(self) -> tuple[list[float], list[float]]:
+        taus, ratios = self.points.tolist()
+        return taus, ratios
+
+    @property
+    def limit(self) -> float:
+        return self._lists[1][-1]
+
+    def ratio(self, threshold: float) -> float:
+        """The dense model's ratio at τ."""
+        taus, ratios = self._lists
+        at = bisect_left(taus, threshold)
+        if at == 0 or at == len(taus):
+            return ratios[min(at, len(taus) - 1)]
+        share = (threshold - taus[at - 1]) / (taus[at] - taus[at - 1])
+        return ratios[at - 1] + share * (ratios[at] - ratios[at - 1])
+
+    def threshold(self, budget: float) -> float:
+        """The τ of a ratio; in a step that of its nearer end, and in the middle where several τ have one ratio."""
+        taus, ratios = self._lists
+        at = bisect_left(ratios, min(budget, self.limit) - SAME)
+        if at == 0 or ratios[at] - budget <= SAME:
+            return self._middle(at)
+        if taus[at] - taus[at - 1] <= 1.5 * BIN:
+            return self._middle(at if ratios[at] - budget < budget - ratios[at - 1] else at - 1)
+        share = (budget - ratios[at - 1]) / (ratios[at] - ratios[at - 1])
+        return round((taus[at - 1] + share * (taus[at] - taus[at - 1])) / BIN) * BIN
+
+    def _middle(self, at: int) -> float:
+        taus, ratios = self._lists
+        first, last = bisect_left(ratios, ratios[at]), bisect_right(ratios, ratios[at]) - 1
+        return (taus[first] + taus[last]) / 2 if ratios[at] > 0 else 0.0
+
+    def to_json(self, tensor: str) -> dict[str, Any]:
+        return {**self.settings, "workload": vars(self.workload), "tensor": tensor, "date": self.date}
+
+
+def shaping(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """What shapes contributions."""
+    return {name: settings.get(name) for name in SHAPING}
+
+
+# ---- in a file ------------------------------------------------------------------------------------------------------
+
+
+def check_listed(listed: Any) -> list[dict[str, Any]]:
+    """`curves` as it stands in the metadata; every tensor once."""
+    expect(listed, list, "curves")
+    for found in listed:
+        expect(found["tensor"], str, "curves: tensor")
+        expect(found.get("date", UNKNOWN), str, "curves: date")
+        check_settings({name: found[name] for name in SHAPING}, "curves")
+        Workload.from_json(found["workload"], "curves")
+    if len({found["tensor"] for found in listed}) < len(listed):
+        raise ValueError("curves: one tensor is named twice")
+    return listed
+
+
+def check_shape(tensor: str, dtype: str, shape: tuple[int, ...]) -> None:
+    if dtype != "float32" or len(shape) != 2 or shape[0] != 2 or not 2 <= shape[1] <= MOST_POINTS:
+        raise PlanError(f"{tensor} is {dtype} {list(shape)}, not float32 [2, points]. Map again with `ace budget`.")
+
+
+def from_json(found: Mapping[str, Any], points: Tensor) -> Curve:
+    taus, ratios = points
+    rising = bool((taus.diff() > 0).all()) and bool((ratios.diff() >= 0).all())
+    if not points.isfinite().all() or not rising or points.min() < 0 or taus[-1] > MOST_TAU or ratios[-1] > 1:
+        raise PlanError(
+            f"{found['tensor']} is no curve: τ must rise and ratios never fall, from 0 on. Map again with `ace budget`."
+        )
+    workload = Workload.from_json(found["workload"], "curves")
+    return Curve({name: found[name] for name in SHAPING}, workload, points, found.get("date", UNKNOWN))

@@ -1,0 +1,124 @@
+"""What made a file: the command, the release and its commit, libraries, device, date, and hashes of what went in."""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import importlib.metadata
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from .version import __version__
+
+UNKNOWN = "unknown"
+LIBRARIES = ("torch", "transformers", "safetensors", "triton", "vllm", "lm_eval", "evalscope")
+FIELDS = ("command", "version", "commit", "changed", "device", "libraries", "date", "inputs")
+Record = dict[str, Any]
+
+
+def provenance(
+    device: object = "cpu", inputs: Mapping[str, str] | None = None, argv: Sequence[str] | None = None
+) -> Record:
+    """The record of this run; `inputs` maps names of what went in to their sha256."""
+    commit, changed = _commit()
+    return {
+        "command": command(sys.argv if argv is None else argv),
+        **{"version": __version__, "commit": commit, "changed": changed, "device": device_name(device)},
+        "libraries": {"python": platform.python_version(), **_libraries()},
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "inputs": dict(inputs or {}),
+    }
+
+
+def command(argv: Sequence[str]) -> str:
+    """As it was typed, with base names of files: where they lay is nobody's business."""
+    return " ".join([Path(argv[0]).name, *(_short(part) for part in argv[1:])])
+
+
+def _short(part: str) -> str:
+    flag, equals, value = part.partition("=") if part.startswith("--") else ("", "", part)
+    path = os.path.expanduser(value)
+    lies = path.startswith((os.sep, f".{os.sep}", f"..{os.sep}")) or (os.sep in path and os.path.exists(path))
+    return flag + equals + (Path(path).name if lies else value)
+
+
+def file_hash(path: str | Path) -> str:
+    """sha256 of a file's bytes."""
+    digest = hashlib.sha256()
+    with Path(path).expanduser().open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def device_name(device: object) -> str:
+    """The kind of device, and a GPU's name."""
+    import torch
+
+    found = torch.device(str(device))
+    return f"cuda ({torch.cuda.get_device_name(found)})" if found.type == "cuda" else found.type
+
+
+@cache
+def _libraries() -> dict[str, str]:
+    found = {}
+    for name in LIBRARIES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+@cache
+def _commit() -> tuple[str, bool | str]:
+    """(commit, whether files were changed since) of the checkout this package runs from, if it is one."""
+    here = Path(__file__).parent
+    try:
+        _git(here, "ls-files", "--error-unmatch", Path(__file__).name)  # or the checkout is somebody else's
+        return _git(here, "rev-parse", "HEAD"), bool(_git(here, "status", "--porcelain", "."))
+    except (OSError, subprocess.SubprocessError):
+        return UNKNOWN, UNKNOWN
+
+
+def _git(folder: Path, *arguments: str) -> str:
+    done = subprocess.run(["git", "-C", folder, *arguments], capture_output=True, text=True, check=True, timeout=10)
+    return done.stdout.strip()
+
+
+# ---- reading --------------------------------------------------------------------------------------------------------
+
+
+def read(results: Mapping[str, Any]) -> Record:
+    """The record of a stored result; what an earlier release did not write says "unknown"."""
+    runs = results.get("runs") or [results.get("provenance") or _earlier(results)]
+    return {name: runs[-1].get(name, UNKNOWN) for name in FIELDS}
+
+
+def _earlier(results: Mapping[str, Any]) -> Record:
+    """What earlier files say in other words."""
+    environment = results.get("environment", {})
+    libraries = {name: results.get(name, environment.get(name)) for name in LIBRARIES}
+    known = {
+        "command": results.get("command"),
+        "version": environment.get("ace_moe"),
+        "device": results.get("device", environment.get("card", environment.get("device"))),
+        "libraries": {name: value for name, value in libraries.items() if value} or None,
+    }
+    return {name: value for name, value in known.items() if value is not None}
+
+
+def differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> str | None:
+    """Which versions two records differ in, in words."""
+    flat = [
+        {"version": r.get("version"), "commit": r.get("commit"), **(r.get("libraries") or {})} for r in (one, other)
+    ]
+    then, now = ({name: value or UNKNOWN for name, value in versions.items()} for versions in flat)
+    names = [name for name in now if then.get(name, UNKNOWN) != now[name]]
+    return ", ".join(f"{name} {then.get(name, UNKNOWN)} then and {now[name]} now" for name in names) or None
