@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from ace_moe import ACE, progress
+from ace_moe import ACE, plan, progress
 from ace_moe.demo import MODEL, TEXT
 from ace_moe.errors import BudgetError
 from ace_moe.evaluate.subject import Recorder, Subject
@@ -177,16 +177,16 @@ def test_the_command_goes_on(tmp_path: Path, counted: list[float], monkeypatch: 
     path = tmp_path / "plan.safetensors"
     assert run_ace("tables", MODEL, "-o", path).code == 0
     command = ("budget", MODEL, "-p", path, "--text", TEXT, *PASS, "--budgets", "0.3,0.5")
-    stock, seen = Plan.save, []
+    stock, seen = plan.update, []
 
-    def save(self: Plan, where: Path) -> Path:
-        made = stock(self, where)
+    def stopped(where: Path, had: Plan, made: Plan) -> Plan:
+        found = stock(where, had, made)
         seen.append(where)
         if len(seen) == 1:
             raise KeyboardInterrupt
-        return made
+        return found
 
-    monkeypatch.setattr(Plan, "save", save)
+    monkeypatch.setattr(plan, "update", stopped)
     assert run_ace(*command).code == 130
     assert [t.budget for t in Plan.load(path).thresholds] == [0.3]
     counted.clear()

@@ -30,7 +30,7 @@ ASSUMED = (
     "49 of 128 experts at 16 tokens is an assumption: the published mean is over steps of at most 16 requests, and how much "
     "of it is skew and how much are smaller batches cannot be told."
 )
-COMMON = 0.9  # c
+COMMON = 0.96  # c
 TOKENS, DRAWS = 1 << 14, 8  # simulated for a fit: the mean of 1,024 batches is known to half a percent
 CONSTANT = 8.0  # what every embedding has in its first component, in units of its spread: biases need a direction
 CALIBRATION = 512  # random tokens that each layer's router is fitted on
