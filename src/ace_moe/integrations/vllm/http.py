@@ -2,7 +2,8 @@
 
     GET  /ace                       the report: budget, thresholds, realised ratio in all, by phase and by layer
     POST /ace {"skip": 0.4}         another budget, at once; {"skip": {"prefill": 0.5, "decode": 0.3}} by phase;
-                                    {"threshold": 0.12} sets τ itself; {"reset": true} sets the counters to zero
+                                    {"threshold": 0.12} sets τ itself; {"restore": false} leaves slots skipped whose
+                                    expert is read anyway; {"reset": true} sets the counters to zero
 
 The rules are those of vLLM's /v1 routes: with --api-key (or VLLM_API_KEY) they need the key, a body is
 `application/json`, and OPTIONS is open. A request is carried out whole or not at all.
@@ -44,6 +45,7 @@ def _thresholds(value: Any, where: str) -> None:
 FIELDS: dict[str, Schema] = {
     "skip": _budgets,
     "threshold": _thresholds,
+    "restore": flag,
     "reset": flag,
 }
 BODY = record({}, FIELDS, closed=True)
@@ -124,9 +126,25 @@ def _served_name(scope: Any) -> str:
     return str(served[0] if isinstance(served, list) else served)
 
 
-async def _replies(scope: Any, method: str, **arguments: Any) -> Any:
+async def _replies(scope: Any, method: str, **arguments: Any) -> list[Any]:
+    """Of every worker of every engine: the client's own `collective_rpc` sends to all and answers with the first's."""
     client = scope["app"].state.engine_client
-    return await asyncio.wait_for(client.collective_rpc(method, kwargs=arguments), PATIENCE)
+    if (every := _utility(client)) is None:
+        return await asyncio.wait_for(client.collective_rpc(method, kwargs=arguments), PATIENCE)
+    lists = await asyncio.wait_for(every("collective_rpc", method, None, (), arguments), PATIENCE)
+    return [reply for engine in lists for reply in engine]
+
+
+def _utility(client: Any) -> Any:
+    """A call to every engine core, where the client has one."""
+    return getattr(getattr(client, "engine_core", None), "call_utility_all_async", None)
+
+
+async def _change(scope: Any, wanted: dict[str, Any]) -> dict[str, Any]:
+    """A new epoch of the prefix cache first: what was cached under the old budget is not read under the new."""
+    if (every := _utility(scope["app"].state.engine_client)) is not None:
+        await asyncio.wait_for(every("ace_epoch"), PATIENCE)
+    return await ask(scope, "ace_set", **wanted)
 
 
 async def ask(scope: Any, method: str, **arguments: Any) -> dict[str, Any]:
@@ -169,7 +187,7 @@ async def _handled(scope: Any, receive: Any) -> dict[str, Any]:
     wanted = _wanted(await _body(scope, receive))
     if set(wanted) == {"reset"}:
         return await ask(scope, "ace_reset")
-    return await ask(scope, "ace_set", **wanted)
+    return await _change(scope, wanted)
 
 
 def _wanted(body: bytes) -> dict[str, Any]:
@@ -179,7 +197,8 @@ def _wanted(body: bytes) -> dict[str, Any]:
         BODY(wanted, "the body")
     except (ValueError, RecursionError) as error:
         raise RequestError(400, f"Send a JSON object such as {EXAMPLES}: {brief(error)}.") from None
-    wanted = {name: value for name, value in wanted.items() if value is not False}
+    if wanted.get("reset") is False:
+        del wanted["reset"]
     if not wanted:
         raise RequestError(400, f"The body asks for nothing. Send a JSON object such as {EXAMPLES}.")
     if "skip" in wanted and "threshold" in wanted:

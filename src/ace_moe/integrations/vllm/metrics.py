@@ -33,7 +33,10 @@ class _Collector:
         yield self._by_layer(
             CounterMetricFamily("ace:slots_routed", "Routed slots of real tokens", labels=by), "routed"
         )
-        yield self._by_layer(CounterMetricFamily("ace:slots_kept", "Slots that were executed", labels=by), "kept")
+        yield self._by_layer(CounterMetricFamily("ace:slots_kept", "Slots that the rule keeps", labels=by), "kept")
+        restored = CounterMetricFamily("ace:slots_restored", "Slots run because their expert was read anyway", labels=by)
+        yield self._by_layer(restored, "restored")
+        yield from self._reads(CounterMetricFamily, ["model_name", "engine", "steps"])
         yield self._by_layer(
             GaugeMetricFamily(
                 "ace:realised_ratio", "Fraction of routed slots not executed since the last reset", labels=by
@@ -50,6 +53,17 @@ class _Collector:
                     budget.add_metric([self.model, engine, phase], wanted)
         yield threshold
         yield budget
+
+    def _reads(self, family: Any, labels: list[str]) -> Iterator[Any]:
+        """Experts read and experts the router asked for, summed over layers and steps, where they are counted."""
+        read = family("ace:experts_read", "Experts that steps read, over all layers", labels=labels)
+        asked = family("ace:experts_asked", "Experts that the router asked for", labels=labels)
+        for engine, report in self.reports.items():
+            for steps, found in report.get("reads", {}).items():
+                read.add_metric([self.model, engine, steps], found["read"])
+                asked.add_metric([self.model, engine, steps], found["asked"])
+        yield read
+        yield asked
 
     def _by_layer(self, family: Any, name: str) -> Any:
         for engine, report in self.reports.items():

@@ -1,0 +1,83 @@
+"""Whether thresholds keep a budget by themselves: teacher-forced decoding over texts that follow one another, no pass before.
+
+    python benchmarks/tracking.py MODEL --text wikipedia.jsonl code.jsonl books.jsonl docs.jsonl -o tracking.json
+
+Decode steps of `--batch` sequences; each text has the same share of the tokens. After every step the slots the rule skipped
+are read; what counts is the worst mean over any `--span` tokens behind the first `--warm`, switches between texts included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ace_moe import ACE, build_plan
+from ace_moe.loading import load_model, load_tokenizer, load_windows
+from ace_moe.policies import make
+
+
+@torch.no_grad()
+def stream(model: Any, ace: ACE, texts: list[torch.Tensor], prompt: int) -> list[tuple[int, float]]:
+    """(tokens, ratio the rule skipped) of every decode step; texts [B, L] each."""
+    found, before = [], (0, 0)
+    for ids in texts:
+        out = model(ids[:, :prompt], use_cache=True, logits_to_keep=1)
+        for i in range(prompt, ids.shape[1]):
+            out = model(ids[:, i : i + 1], past_key_values=out.past_key_values)
+            total = sum(layer.counts[2] for layer in ace.runtime.layers.values())  # row of decode
+            routed, kept = int(total[0]), int(total[1])
+            found.append((len(ids), 1 - (kept - before[1]) / (routed - before[0])))
+            before = routed, kept
+    return found
+
+
+def worst(steps: list[tuple[int, float]], asked: float, span: int, warm: int) -> float:
+    """The largest difference of a mean over `span` tokens, in points."""
+    ratios = torch.tensor([r for n, r in steps for _ in range(n)], dtype=torch.float64)[warm:]
+    sums = torch.cat([torch.zeros(1, dtype=torch.float64), ratios.cumsum(0)])
+    span = min(span, len(ratios))
+    return float(((sums[span:] - sums[:-span]) / span - asked).abs().max() * 100)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("--policy", default="share")
+    parser.add_argument("--text", nargs="+", type=Path, required=True)
+    parser.add_argument("--skip", nargs="+", type=float, default=[0.1, 0.3, 0.6])
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--tokens", type=int, default=32768)
+    parser.add_argument("--length", type=int, default=272)
+    parser.add_argument("--prompt", type=int, default=16)
+    parser.add_argument("--span", type=int, default=20000)
+    parser.add_argument("--warm", type=int, default=4000)
+    parser.add_argument("-o", "--out", type=Path)
+    options = parser.parse_args()
+    model, tokenizer, plan = load_model(options.model, device="cpu"), load_tokenizer(options.model), build_plan(options.model)
+    rounds = max(1, options.tokens // (len(options.text) * options.batch * (options.length - options.prompt)))
+    size = options.length * options.batch * rounds
+    texts = [load_windows(model, tokenizer, text, options.length, size).ids for text in options.text]
+    parts = [part for ids in texts for part in ids.split(options.batch)]
+    rows: list[dict[str, Any]] = []
+    for skip in options.skip:
+        budget = {"prefill": 0.0, "decode": skip}
+        with ACE(plan, budget, policy=make(options.policy), control="track")(model) as ace:
+            steps = stream(model, ace, parts, options.prompt)
+            tau = float(ace.thresholds[1])
+        row = {"model": Path(options.model).name, "policy": options.policy, "batch": options.batch, "asked": skip,
+               "tokens": sum(n for n, _ in steps), "worst_points": worst(steps, skip, options.span, options.warm),
+               "mean": sum(n * r for n, r in steps) / sum(n for n, _ in steps), "threshold": tau}  # fmt: skip
+        rows.append(row)
+        print(json.dumps(row), flush=True)
+        if options.out:
+            names = " ".join(text.name for text in options.text)
+            command = f"python benchmarks/tracking.py {row['model']} --batch {options.batch} --text {names}"
+            options.out.write_text(json.dumps({"command": command, "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

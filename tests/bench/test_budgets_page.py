@@ -1,0 +1,18 @@
+"""docs/budgets.md is what its script writes from the stored results."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent.parent / "benchmarks"))
+
+import budgets_page  # noqa: E402
+
+
+def test_the_page_is_the_stored_results():
+    assert budgets_page.PAGE.read_text() == budgets_page.page()
+
+
+def test_what_it_says_of_restore_holds():
+    """Experts read as by the plain rule, and the loss that is left."""
+    for row in budgets_page.load("restore_quality.json")["rows"]:
+        assert row["kl_ratio"] < 0.5 and row["restored"]["reads"]["ratio"] <= row["plain"]["reads"]["ratio"] + 0.001
