@@ -142,10 +142,10 @@ def check_control(server: Server) -> None:
     assert set(report["refused"]) == {"kernels", "native"} and "CPU" in report["refused"]["native"]
     for body, reason in (
         ({"skip": 0.8}, "The plan has no threshold for a budget of 80.0%"),
-        ({"skip": "half"}, "is no number"),
-        ({"skip": {"decode": 0.2}}, "name prefill and decode"),
+        ({"skip": "half"}, "not a number"),
+        ({"skip": {"decode": 0.2}}, "has no prefill"),
         ({"skip": 0.2, "threshold": 0.1}, "not both"),
-        ({"threshold": -1}, "A threshold is"),
+        ({"threshold": -1}, "from 0 on"),
         ({"skp": 0.2}, "Send a JSON object"),
         ([], "Send a JSON object"),
     ):
