@@ -68,9 +68,9 @@ def test_windows_and_states_decode_as_generate_does(hybrid, batch):
     decoder, ace = Decoder(hybrid, batch, 64), ACE(build_plan(hybrid))
     for ids, steps in ((hybrid_prompt(batch, WINDOW + 5), 5), (hybrid_prompt(batch, 3, seed=1), WINDOW + 2)):
         expected = hybrid.generate(ids, max_new_tokens=steps, **GREEDY)
-        assert torch.equal(decoder.generate(ids, steps), expected)
+        assert torch.equal(decoder.generate(ids, steps, stop=()), expected)
         with ace(hybrid):
-            assert torch.equal(decoder.generate(ids, steps), expected)
+            assert torch.equal(decoder.generate(ids, steps, stop=()), expected)
 
 
 @pytest.mark.parametrize("batch", [1, 3])
@@ -85,7 +85,7 @@ def test_windows_and_states_skip_as_generate_does(hybrid, batch):
         ace.reset()
         expected, counts = hybrid.generate(ids, max_new_tokens=steps, **GREEDY), ace.report()
         ace.reset()
-        assert torch.equal(Decoder(hybrid, batch, 64).generate(ids, steps), expected)
+        assert torch.equal(Decoder(hybrid, batch, 64).generate(ids, steps, stop=()), expected)
         assert ace.report() == counts
     assert 0.1 < counts["decode"]["realised"] < 0.7
 

@@ -137,7 +137,7 @@ class ACE:
                 raise BudgetError(
                     f"There is room for {BUDGETS - 1} different budgets of sequences; reset() makes room."
                 )
-            self._set(budget._asdict(), len(self._budgets) + 1)
+            self._set(budget.skip, len(self._budgets) + 1)
             self._budgets.append(budget)
         return self._budgets.index(budget) + 1
 

@@ -112,10 +112,10 @@ def test_two_budgets_at_once(
     """The second reads the plan, loads its model and writes while the first is at work: both results are there."""
     load, model = loading.load_model, originals / "single"
 
-    def meanwhile(*given: Any) -> Any:
+    def meanwhile(*given: Any, **options: Any) -> Any:
         monkeypatch.setattr(loading, "load_model", load)
         assert run_ace(*budget_arguments(model, plan, text, budgets="0.25")).code == 0
-        return load(*given)
+        return load(*given, **options)
 
     monkeypatch.setattr(loading, "load_model", meanwhile)
     assert run_ace(*budget_arguments(model, plan, text, budgets="0.5,0.625")).code == 0

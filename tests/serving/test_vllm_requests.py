@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ace_moe.errors import AceError, OptionError
+from ace_moe.errors import AceError, BudgetError, OptionError
 from ace_moe.integrations.vllm import requests
 from ace_moe.integrations.vllm.requests import Admission, Budget, asked, salted
 from ace_moe.integrations.vllm.settings import Settings
@@ -54,12 +54,10 @@ class Everything:
 
     top_k = 8
 
-    def threshold(self, settings: Any, budget: float, *rest: Any) -> tuple[float, None]:
+    def answer(self, settings: Any, budget: float, *rest: Any) -> Any:
         if budget == 0.77:
-            from ace_moe.errors import BudgetError
-
             raise BudgetError("no threshold for 77 %")
-        return budget / 8, None
+        return SimpleNamespace(threshold=budget / 8, notice=None)
 
 
 def test_a_budget_the_plan_cannot_meet_is_refused_and_takes_no_room() -> None:

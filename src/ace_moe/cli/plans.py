@@ -67,7 +67,8 @@ def tables(
         check_device(name)
     check_output(output, "plan")
     start = time.perf_counter()
-    if stream or workers > 1 or layers is not None:
+    in_parts = stream or workers > 1 or layers is not None
+    if in_parts:
         found = _in_parts(Job(model, output, stream, workers, devices, parse_layers(layers)), as_json)
         if found is None:
             return
@@ -75,7 +76,8 @@ def tables(
         found = build_plan(MoEModel.open(model), device=device)
     plan = replace(found, made=(provenance(devices[0]),))
     plan.save(output)
-    Parts(output).remove()
+    if in_parts:
+        Parts(output).remove()
     seconds = time.perf_counter() - start
     if as_json:
         return print_json(

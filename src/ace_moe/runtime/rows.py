@@ -36,6 +36,11 @@ class Budget(NamedTuple):
     prefill: float
     decode: float
 
+    @property
+    def skip(self) -> float | dict[str, float]:
+        """As one asks for it: one number, or one for each phase."""
+        return self.decode if self.prefill == self.decode else self._asdict()
+
     def __str__(self) -> str:
         same = self.prefill == self.decode
         return f"{self.decode:.2f}" if same else f"{self.prefill:.2f}/{self.decode:.2f}"

@@ -25,6 +25,7 @@ class State:
 
     def __init__(self, budgets: int = 1):
         self.budgets, rows = budgets, rows_for(budgets)
+        self.tracks = False  # whether any τ moves by itself; not asked of a tensor, because compiled passes look
         with torch.device("cpu"):  # an engine may build its layers under another default
             tau, target = torch.zeros(rows, dtype=torch.float32), torch.full((rows,), NONE, dtype=torch.float32)
             self._host = Shared(tau, target, torch.zeros(rows, dtype=torch.int8))
@@ -42,11 +43,6 @@ class State:
         return self._host.target.clone()
 
     @property
-    def tracks(self) -> bool:
-        """Whether any τ moves by itself."""
-        return bool((~self._host.target.isnan()).any())
-
-    @property
     def restores(self) -> bool:
         return bool(self._host.free.any())
 
@@ -62,6 +58,7 @@ class State:
         now = tau.detach().float().cpu().clone()
         now[PADDING] = 0
         self._host = self._host._replace(tau=now, target=self._host.target if target is None else target.float().cpu())
+        self.tracks = not bool(self._host.target.isnan().all())
         self._write()
 
     def restore(self, on: bool) -> None:

@@ -68,7 +68,7 @@ class Admission:
         self._opened = self._opened or self.settings.open(self.model)
         plan, policy = self._opened
         look_up = start if self.settings.track else thresholds
-        look_up(plan, policy, budget._asdict(), self.settings.workload)
+        look_up(plan, policy, budget.skip, self.settings.workload)
         self.known.add(budget)
         return budget
 

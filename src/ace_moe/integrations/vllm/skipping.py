@@ -185,7 +185,7 @@ class Skipping:
             if len(self.budgets) + 1 == BUDGETS:  # front ends do not let it come to this
                 logger.error("ACE: no room for a budget of %s; the request runs under the server's own.", budget)
                 return 0
-            self._set(budget._asdict(), len(self.budgets) + 1)
+            self._set(budget.skip, len(self.budgets) + 1)
             self.budgets.append(budget)
         return self.budgets.index(budget) + 1
 
