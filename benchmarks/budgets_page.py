@@ -110,7 +110,9 @@ def quality(rows: list[dict[str, Any]]) -> str:
         plain, restored, (low, high) = r["plain"], r["restored"], r["kl_ratio_95"]
         lines.append(
             f"| {r['model']}, {Path(r['text']).stem} | {plain['kl']:.4f} | {restored['kl']:.4f} | {r['kl_ratio']:.2f} "
-            f"({low:.2f}–{high:.2f}) | {1 - restored['realised']:.0%} | {restored['reads']['ratio']:.2f} |".replace("%", " %")
+            f"({low:.2f}–{high:.2f}) | {1 - restored['realised']:.0%} | {restored['reads']['ratio']:.2f} |".replace(
+                "%", " %"
+            )
         )
     return "\n".join(lines) + "\n"
 
@@ -133,13 +135,17 @@ def tracked(rows: list[dict[str, Any]]) -> str:
     lines = ["| model | asked | mean | worst over any 20,000 tokens behind the first 4,000 |", "|---|---|---|---|"]
     for r in rows:
         mean = f"{r['mean']:.2%}".replace("%", " %")
-        lines.append(f"| {r['model']} | {r['asked']:.0%} | {mean} | {r['worst_points']:.2f} points |".replace("0%", "0 %"))
+        lines.append(
+            f"| {r['model']} | {r['asked']:.0%} | {mean} | {r['worst_points']:.2f} points |".replace("0%", "0 %")
+        )
     return "\n".join(lines) + "\n"
 
 
 def page() -> str:
     restore, kept = load("restore_h200.json"), load("restore_quality.json")["rows"]
-    head = QUALITY.replace("{batch}", str(kept[0]["batch"])).replace("{skip}", f"{kept[0]['skip']:.0%}".replace("%", " %"))
+    head = QUALITY.replace("{batch}", str(kept[0]["batch"])).replace(
+        "{skip}", f"{kept[0]['skip']:.0%}".replace("%", " %")
+    )
     tail = TAIL.replace("{track_us}", str(restore["moving_thresholds_us"])).replace("{device}", restore["device"])
     streams = load("tracking.json")["rows"]
     told = (

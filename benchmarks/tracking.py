@@ -57,7 +57,11 @@ def main() -> None:
     parser.add_argument("--warm", type=int, default=4000)
     parser.add_argument("-o", "--out", type=Path)
     options = parser.parse_args()
-    model, tokenizer, plan = load_model(options.model, device="cpu"), load_tokenizer(options.model), build_plan(options.model)
+    model, tokenizer, plan = (
+        load_model(options.model, device="cpu"),
+        load_tokenizer(options.model),
+        build_plan(options.model),
+    )
     rounds = max(1, options.tokens // (len(options.text) * options.batch * (options.length - options.prompt)))
     size = options.length * options.batch * rounds
     texts = [load_windows(model, tokenizer, text, options.length, size).ids for text in options.text]

@@ -156,7 +156,7 @@ def test_every_family_decodes_as_generate_does_or_is_refused(name):
         pytest.skip("it generates nothing, or transformers' generate does not run it")
     found, refusal = None, ""
     try:
-        found = Decoder(model, 2, 64).generate(ids, WINDOW + 6)
+        found = Decoder(model, 2, 64).generate(ids, WINDOW + 6, stop=())
     except IntegrationError as error:
         refusal = str(error)
     if found is None:
@@ -176,7 +176,7 @@ def test_hybrids_compile_by_build(hybrid):
     with ace(hybrid), torch.no_grad():
         ace.set_threshold(0.24)
         decoder = Decoder(hybrid, 2, 64)
-        expected = decoder.generate(ids, WINDOW + 6)
+        expected = decoder.generate(ids, WINDOW + 6, stop=())
         torch._dynamo.reset()
         counters.clear()
         out, logits = [ids], decoder.prefill(ids)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent.parent / "benchmarks"))
 
-import budgets_page  # noqa: E402
+import budgets_page
 
 
 def test_the_page_is_the_stored_results():

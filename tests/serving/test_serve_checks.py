@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -76,11 +78,16 @@ def test_texts_are_mapped_into_the_plan_that_was_given(plan: Path, monkeypatch: 
     """Not into the one that is made where none is given."""
     seen: list[Plan] = []
     monkeypatch.setattr("ace_moe.tables.build.automatic_plan", lambda *_: pytest.fail("another plan was used"))
-    monkeypatch.setattr("ace_moe.loading.load_model", lambda *_: None)
-    monkeypatch.setattr("ace_moe.loading.load_tokenizer", lambda *_: None)
-    monkeypatch.setattr("ace_moe.loading.load_windows", lambda *_: None)
-    monkeypatch.setattr("ace_moe.planning.map_budgets", lambda loaded, had, *_, **__: seen.append(had))
-    serving.map_missing(str(MODEL), plan, Settings(skip=0.5), plan)
+    monkeypatch.setattr("ace_moe.loading.load_model", lambda *_: SimpleNamespace(device="cpu"))
+    monkeypatch.setattr("ace_moe.planning.text_for", lambda *_: None)
+    monkeypatch.setattr(serving, "_tokens", lambda *_: "0" * 64)
+
+    def mapped(loaded: Any, had: Plan, *_: Any, **__: Any) -> Any:
+        seen.append(replace(had, made=()))
+        return SimpleNamespace(plan=had)
+
+    monkeypatch.setattr("ace_moe.planning.map_budgets", mapped)
+    serving.map_missing(str(MODEL), Settings(plan=str(plan), skip=0.5), plan)
     assert seen == [Plan.load(plan)]
 
 

@@ -34,7 +34,9 @@ class _Collector:
             CounterMetricFamily("ace:slots_routed", "Routed slots of real tokens", labels=by), "routed"
         )
         yield self._by_layer(CounterMetricFamily("ace:slots_kept", "Slots that the rule keeps", labels=by), "kept")
-        restored = CounterMetricFamily("ace:slots_restored", "Slots run because their expert was read anyway", labels=by)
+        restored = CounterMetricFamily(
+            "ace:slots_restored", "Slots run because their expert was read anyway", labels=by
+        )
         yield self._by_layer(restored, "restored")
         yield from self._reads(CounterMetricFamily, ["model_name", "engine", "steps"])
         yield self._by_layer(
