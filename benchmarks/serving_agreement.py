@@ -59,7 +59,7 @@ def engine(model: str, plan: Path, dtype: str, options: argparse.Namespace) -> A
     return LLM(
         model, dtype=dtype, max_model_len=512, enforce_eager=options.eager, enable_prefix_caching=False, seed=0,
         **({"gpu_memory_utilization": 0.08} if torch.cuda.is_available() else {}),
-        **engine_args(plan, 0.0, kernels=options.kernels == "on"),
+        **engine_args(plan, 0.0, kernels=options.kernels == "on", restore=False),
     )  # fmt: skip
 
 

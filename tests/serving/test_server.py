@@ -61,7 +61,7 @@ def serving(log: Path, model: Path, *options: str, **more: str) -> Iterator[Serv
         port = probe.getsockname()[1]
     command = [
         str(Path(sys.executable).parent / "ace"), "serve", str(model), *options, "--port", str(port), "--dtype", "float32",
-        "--max-model-len", "512", "--enforce-eager", "--no-enable-prefix-caching", "--api-key", KEY,
+        "--max-model-len", "512", "--enforce-eager", "--no-enable-prefix-caching", "--api-key", KEY, "--no-restore",
     ]  # fmt: skip
     env = {
         **environment(),
