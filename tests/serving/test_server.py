@@ -55,13 +55,15 @@ class Server:
 
 
 @contextmanager
-def serving(log: Path, model: Path, *options: str, **more: str) -> Iterator[Server]:
+def serving(log: Path, model: Path, *options: str, cached: bool = False, **more: str) -> Iterator[Server]:
+    """`cached`: with vLLM's prefix cache."""
+    caching = "--enable-prefix-caching" if cached else "--no-enable-prefix-caching"
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     command = [
         str(Path(sys.executable).parent / "ace"), "serve", str(model), *options, "--port", str(port), "--dtype", "float32",
-        "--max-model-len", "512", "--enforce-eager", "--no-enable-prefix-caching", "--api-key", KEY, "--no-restore",
+        "--max-model-len", "512", "--enforce-eager", caching, "--api-key", KEY, "--no-restore",
     ]  # fmt: skip
     env = {
         **environment(),
@@ -107,6 +109,35 @@ def test_server(case_of: Callable[[str], Case], mapped: Path, tmp_path: Path) ->
 
 
 @pytest.mark.vllm
+def test_requests_with_budgets_of_their_own(case_of: Callable[[str], Case], mapped: Path, tmp_path: Path) -> None:
+    """200 at once under five budgets: each as on a server that has that one budget, counted apart; bad ones change nothing."""
+    budgets, prompts = (0.0, 0.2, 0.35, 0.5, 0.6), [f"{PROMPTS[n % len(PROMPTS)]} {n}" for n in range(40)]
+    with serving(tmp_path / "log", case_of("demo").model, "--plan", str(mapped), cached=True) as server:
+        server.send("/ace", {"skip": 0.0, "reset": True})
+        asked = [(prompt, budget) for prompt in prompts for budget in budgets]
+        with ThreadPoolExecutor(32) as pool:
+            jobs = [pool.submit(server.complete, p, 8, vllm_xargs={"ace_skip": b}) for p, b in asked]
+        texts = {pair: job.result()["text"] for pair, job in zip(asked, jobs, strict=True)}
+        check_bad_budgets(server)
+        mixed = json.loads(server.send("/ace")[1])
+        assert mixed["decode"]["routed"] == sum(r["decode"]["routed"] for r in mixed["requests"].values())
+        for budget in budgets:
+            server.send("/ace", {"skip": budget, "reset": True})
+            assert {p: server.complete(p, 8)["text"] for p in prompts} == {p: texts[p, budget] for p in prompts}
+            alone, own = json.loads(server.send("/ace")[1]), mixed["requests"][f"{budget:.2f}"]
+            assert {p: alone[p] for p in ("prefill", "decode")} == {p: own[p] for p in ("prefill", "decode")}
+
+
+def check_bad_budgets(server: Server) -> None:
+    before = json.loads(server.send("/ace")[1])
+    body = {"model": server.model, "prompt": PROMPTS[0], "max_tokens": 4}
+    for bad in (1.5, -0.1, "half", [0.3], 0.95):
+        status, text = server.send("/v1/completions", {**body, "vllm_xargs": {"ace_skip": bad}})
+        assert status == 400 and ("fraction" in text or "at most" in text), text
+    assert json.loads(server.send("/ace")[1]) == before
+
+
+@pytest.mark.vllm
 @pytest.mark.parametrize("name", ["glm4", "qwen2"])
 def test_server_of_other_models(name: str, case_of: Callable[[str], Case], tmp_path: Path) -> None:
     case = case_of(name)
@@ -141,7 +172,7 @@ def check_control(server: Server) -> None:
     assert list(report["layers"]) == [str(n) for n in range(6)] and report["executors"] == {"compact": 6}
     assert set(report["refused"]) == {"kernels", "native"} and "CPU" in report["refused"]["native"]
     for body, reason in (
-        ({"skip": 0.8}, "The plan has no threshold for a budget of 80.0%"),
+        ({"skip": 0.9}, "at most 87.5% can be skipped"),
         ({"skip": "half"}, "not a number"),
         ({"skip": {"decode": 0.2}}, "has no prefill"),
         ({"skip": 0.2, "threshold": 0.1}, "not both"),

@@ -56,3 +56,14 @@ def test_reset(configured: Callable[..., Any]) -> None:
     made.counts.fill_(5)
     assert worker.ace_report()["counts"]["0"][1] == [5, 5, 5] and together([worker.ace_reset()])["realised"] == 0
     assert made.counts.sum() == 0
+
+
+def test_a_budget_by_another_texts_thresholds(mapped: Any, configured: Callable[..., Any]) -> None:
+    """A name that the plan does not know changes nothing."""
+    worker = Ranked(configured(plan=mapped), rank=0)
+    skipping = worker.vllm_config.additional_config.skipping
+    name = skipping.runtime.plan.workloads[0].name
+    assert "error" not in worker.ace_set(skip=0.5, workload=name) and skipping.workload == name
+    before = worker.ace_report()
+    assert "nothing.txt" in worker.ace_set(skip=0.2, workload="nothing.txt")["error"]
+    assert worker.ace_report() == before and skipping.workload == name

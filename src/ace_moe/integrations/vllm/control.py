@@ -33,6 +33,7 @@ class AceWorker:
         threshold: float | list[float] | None = None,
         restore: bool | None = None,
         reset: bool = False,
+        workload: str | None = None,
     ) -> Reply:
         """All of it or nothing: counters are reset once the budget is known to be one. Notices come with the reply."""
         skipping = find(self.vllm_config)
@@ -41,7 +42,7 @@ class AceWorker:
         try:
             with warnings.catch_warnings(record=True) as noted:
                 warnings.simplefilter("always")
-                _set(skipping, skip, threshold, restore)
+                _set(skipping, skip, threshold, restore, workload)
         except AceError as error:
             return {"error": str(error)}
         if reset:
@@ -56,7 +57,13 @@ class AceWorker:
         return self.ace_report()
 
 
-def _set(skipping: Skipping, skip: Skip | None, threshold: float | list[float] | None, restore: bool | None) -> None:
+def _set(
+    skipping: Skipping,
+    skip: Skip | None,
+    threshold: float | list[float] | None,
+    restore: bool | None,
+    workload: str | None = None,
+) -> None:
     """All of it or nothing."""
     if (skip is None) == (threshold is None) and (restore is None or skip is not None):
         raise OptionError('Give either a budget ("skip") or a threshold, not both and not none.')
@@ -65,7 +72,7 @@ def _set(skipping: Skipping, skip: Skip | None, threshold: float | list[float] |
         skipping.set_restore(restore)
     try:
         if skip is not None:
-            skipping.set_skip(skip)
+            skipping.set_skip(skip, workload)
         elif threshold is not None:
             skipping.set_threshold(threshold)
     except AceError:

@@ -2,6 +2,7 @@
 
     GET  /ace                       the report: budget, thresholds, realised ratio in all, by phase and by layer
     POST /ace {"skip": 0.4}         another budget, at once; {"skip": {"prefill": 0.5, "decode": 0.3}} by phase;
+                                    {"skip": 0.4, "workload": "code.txt"} by the thresholds of that text;
                                     {"threshold": 0.12} sets τ itself; {"restore": false} leaves slots skipped whose
                                     expert is read anyway; {"reset": true} sets the counters to zero
 
@@ -19,7 +20,7 @@ import secrets
 from typing import Any
 
 from ...errors import AceError, OptionError, brief
-from ...schema import Schema, flag, items, number, record
+from ...schema import Schema, flag, items, number, record, text
 from .control import by_engine, together
 from .metrics import exposition
 
@@ -45,6 +46,7 @@ def _thresholds(value: Any, where: str) -> None:
 FIELDS: dict[str, Schema] = {
     "skip": _budgets,
     "threshold": _thresholds,
+    "workload": text,
     "restore": flag,
     "reset": flag,
 }
@@ -203,6 +205,8 @@ def _wanted(body: bytes) -> dict[str, Any]:
         raise RequestError(400, f"The body asks for nothing. Send a JSON object such as {EXAMPLES}.")
     if "skip" in wanted and "threshold" in wanted:
         raise RequestError(400, "Give either a budget (skip) or a threshold, not both.")
+    if "workload" in wanted and "skip" not in wanted:
+        raise RequestError(400, "workload says which text's thresholds a budget takes: give skip with it.")
     return wanted
 
 

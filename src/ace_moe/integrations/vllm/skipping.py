@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ...errors import IntegrationError, PlanError
+from ...errors import AceError, IntegrationError, PlanError
 from ...plan import structure_difference
 from ...runtime import Layer, Part, Runtime
 from ...runtime.rows import BUDGETS, Budget
@@ -64,7 +64,7 @@ class Skipping:
 
     def __init__(self, vllm_config: Any, settings: Settings):
         refuse_unsupported(vllm_config)
-        self.settings, self.model = settings, vllm_config.model_config.model
+        self.settings, self.workload, self.model = settings, settings.workload, vllm_config.model_config.model
         with plain_torch():
             plan, policy = settings.open(self.model)
             if _first_rank():
@@ -160,14 +160,19 @@ class Skipping:
 
     # ---- control ------------------------------------------------------------------------------------------------
 
-    def set_skip(self, skip: Skip) -> None:
-        """Another budget, at once: τ is copied into the tensor the kernels read."""
-        self._set(skip)
+    def set_skip(self, skip: Skip, workload: str | None = None) -> None:
+        """Another budget, at once: τ is copied into the tensor the kernels read. `workload`: by the thresholds of this text."""
+        before, self.workload = self.workload, workload or self.workload
+        try:
+            self._set(skip)
+        except AceError:
+            self.workload = before
+            raise
         self.skip = dict(skip) if isinstance(skip, Mapping) else skip
         logger.info("ACE: %s", self.describe())
 
     def _set(self, skip: Skip, number: int = 0) -> None:
-        given = (self.runtime.plan, self.policy, skip, self.settings.workload)
+        given = (self.runtime.plan, self.policy, skip, self.workload)
         tau, targets = start(*given) if self.settings.track else (thresholds(*given), None)
         self.runtime.set(tau, number, targets)
 
