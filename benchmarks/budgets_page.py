@@ -92,6 +92,14 @@ below 85 % of that: graceful degradation instead of queues. The engine core deci
 While it moves, cached prompts are of any budget between the two bounds. Off unless asked for; its loop is tested against
 simulated steps, and was not yet run under real load on a GPU.
 
+## Budgets in other words
+
+    ace budget MODEL --plan P --text T --max-kl 0.05                  # the most that can be skipped within this KL (nats a token)
+    ace budget MODEL --plan P --text T --reads 0.5 --sequences 16     # what must be skipped to read half of the experts
+
+Both find a budget in hundredths on your text and map it like any other. Steps for `--reads` are drawn from the text's own
+routing, one pass over it.
+
 ## No text at all
 
 `ACE.from_pretrained(MODEL, skip=0.5)`, `ace budget MODEL --plan P` and `ace serve MODEL --skip 0.5` without a text map the budget

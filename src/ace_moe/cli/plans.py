@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..errors import BudgetError
 from . import show, show_texts
 from .common import (
     AllowOtherWeights,
@@ -122,6 +124,15 @@ def budget(
         ),
     ] = None,
     budgets: Annotated[str, typer.Option(help="Fractions to skip: 0.5, 0.1,0.3 or from:to:step.")] = "0.1:0.6:0.1",
+    max_kl: Annotated[
+        float | None,
+        typer.Option(help="Instead of budgets: the most that can be skipped with at most this KL (nats a token)."),
+    ] = None,
+    reads: Annotated[
+        float | None,
+        typer.Option(help="Instead of budgets: what must be skipped to read this part of the experts in decode."),
+    ] = None,
+    sequences: Annotated[int, typer.Option(help="Sequences of a decode step, for --reads.")] = 16,
     policy: PolicyName = "ace",
     preset: Preset = None,
     gain: GainName = None,
@@ -154,7 +165,7 @@ def budget(
     from ..checkpoint import MoEModel
     from ..loading import load_model
     from ..plan import Plan, update
-    from ..planning import map_budgets, texts_for
+    from ..planning import least_reading, map_budgets, most_within, texts_for
     from ..planning.partial import Partial
     from ..policies import choose
     from ..provenance import file_hash, provenance
@@ -167,6 +178,12 @@ def budget(
     wanted = [check_budget(b, read.top_k, made.min_active) for b in parse_budgets(budgets)]
     show.check_writable(plan)
     check_sizes(window, tokens, batch)
+    if max_kl is not None and not 0 < max_kl < math.inf:
+        raise BudgetError(f"--max-kl is a number of nats above 0, such as 0.05; not {max_kl:g}.")
+    if reads is not None and (not 0 < reads < 1 or sequences < 1 or max_kl is not None):
+        raise BudgetError(
+            "--reads is a part of the experts between 0 and 1, for one or more --sequences, without --max-kl."
+        )
     for path in text or ():
         read_text(path)  # a text that cannot serve is reported before gigabytes are loaded
     loaded = load_model(model, device, expand=expand)
@@ -182,6 +199,14 @@ def budget(
         update(plan, read, now if now == before else replace(now, made=(*before.made, record)))
 
     for windows in workloads:
+        if max_kl is not None:
+            most, had = most_within(loaded, had, made, windows, max_kl, batch)
+            note(f"{most:.0%} can be skipped within a KL of {max_kl:g} on {windows.workload.name}")
+            wanted = [most] if most else []
+        if reads is not None:
+            least, had = least_reading(loaded, had, made, windows, reads, sequences)
+            note(f"{least:.0%} skipped reads at most {reads:.0%} of the experts of {sequences} sequences")
+            wanted = [least] if least else []
         mapped = map_budgets(loaded, had, made, windows, wanted, save=save, **how)
         had = mapped.plan.with_default(windows.workload) if default else mapped.plan
         save(had)

@@ -1,5 +1,6 @@
 """From a model and a text to thresholds in a plan."""
 
+from .bounds import least_reading, most_within
 from .mapping import Fit, Histogram
 from .own_text import own_windows, text_for, texts_for
 from .recipe import Mapped, Passes, calibrate, calibration_part, fit_budgets, map_budgets, prepare
@@ -12,7 +13,9 @@ __all__ = [
     "calibrate",
     "calibration_part",
     "fit_budgets",
+    "least_reading",
     "map_budgets",
+    "most_within",
     "own_windows",
     "prepare",
     "text_for",
