@@ -202,7 +202,7 @@ def budget(
         if max_kl is not None:
             most, had = most_within(loaded, had, made, windows, max_kl, batch)
             note(f"{most:.0%} can be skipped within a KL of {max_kl:g} on {windows.workload.name}")
-            wanted = [most] if most else []
+            wanted, how["correct"] = [most] if most else [], False  # the threshold that was judged, not one beside it
         if reads is not None:
             least, had = least_reading(loaded, had, made, windows, reads, sequences)
             note(f"{least:.0%} skipped reads at most {reads:.0%} of the experts of {sequences} sequences")
