@@ -100,6 +100,15 @@ simulated steps, and was not yet run under real load on a GPU.
 Both find a budget in hundredths on your text and map it like any other. Steps for `--reads` are drawn from the text's own
 routing, one pass over it.
 
+## What was run where
+
+| | transformers on an H200 | vLLM on a CPU (its first runner) | vLLM on a GPU (its second runner) |
+|---|---|---|---|
+| restored slots | kernels checked against `rule.py`, timed above | run | not tried |
+| thresholds that move | kernel checked and timed | run | not tried |
+| budgets of requests | – | run, 200 at once | not tried |
+| budgets under load | – | loop tested alone | not tried |
+
 ## No text at all
 
 `ACE.from_pretrained(MODEL, skip=0.5)`, `ace budget MODEL --plan P` and `ace serve MODEL --skip 0.5` without a text map the budget

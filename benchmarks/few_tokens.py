@@ -8,9 +8,9 @@ Also the launch that moves thresholds, alone.
 from __future__ import annotations
 
 import statistics
-from typing import Any
 
 import torch
+from tune import graph_time
 
 from ace_moe import rule
 from ace_moe.kernels import experts
@@ -18,24 +18,6 @@ from ace_moe.kernels.activation import SILU, Activation
 from ace_moe.kernels.track import launch_track
 
 E, D, M, K, LAYERS = 128, 2048, 768, 8, 6
-
-
-def graph_time(step: Any, repeats: int = 30) -> float:
-    """Microseconds, the middle of many replays."""
-    step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    found = []
-    for _ in range(repeats):
-        before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        before.record()
-        graph.replay()
-        after.record()
-        torch.cuda.synchronize()
-        found.append(1e3 * before.elapsed_time(after))
-    return statistics.median(found)
 
 
 def weights() -> list[experts.Weights]:

@@ -37,7 +37,8 @@ tokens = decoder.generate(ids, 256)  # greedy; decoder.prefill(ids) and decoder.
 
 The first step compiles one layer of each build, not every layer, and records one CUDA graph; `ace.set_skip(…)` takes
 effect at the next step without another. It decodes a batch without padding. Sliding windows (Gemma-4), linear attention with
-its recurrent state (Qwen3.5, Qwen3.6, Qwen3-Next), convolutions and sinks are part of the step; heads wider than 256, sinks
+its recurrent state (Qwen3.5, Qwen3.6, Qwen3-Next), convolutions and sinks are part of the step (tried on a CPU, not yet in a
+graph on a GPU); heads wider than 256, sinks
 and soft caps keep the attention the model came with. Layers with an index of their own (DeepSeek-V3.2), shared keys, or
 attention and a state in one layer are refused with advice. With windows or states `decoder.rewind` goes back to the prompt
 alone. With `generate`, use `cache_implementation="static"`: the kernels are the same, every layer is compiled, and attention

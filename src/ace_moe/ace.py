@@ -21,8 +21,8 @@ from .planning import map_budgets, text_for
 from .policies import Policy, choose
 from .runtime import Runtime, merge
 from .runtime.rows import BUDGETS, Budget
-from .runtime.settings import Skip, by_phase, check_budget, check_tables, check_threshold, thresholds
-from .runtime.tracking import Control, check_control, start
+from .runtime.settings import Skip, by_phase, check_budget, check_tables, check_threshold
+from .runtime.tracking import Control, check_control, look_up
 from .tables import TABLES
 from .tables.build import add_tables, build_plan
 from .text import Windows
@@ -113,8 +113,7 @@ class ACE:
         self.skip = dict(skip) if isinstance(skip, Mapping) else skip
 
     def _set(self, skip: Skip, number: int = 0) -> None:
-        given = (self.plan, self.policy, skip, self.workload)
-        tau, targets = start(*given) if self.control == "track" else (thresholds(*given), None)
+        tau, targets = look_up(self.plan, self.policy, skip, self.workload, self.control)
         self.runtime.set(tau, number, targets)
 
     @contextmanager

@@ -171,7 +171,12 @@ def restore(keep: Tensor, ids: Tensor, read: Tensor, free: Tensor) -> Tensor:
     return keep | (free.unsqueeze(-1) & there & read[torch.where(there, ids, 0).long()])
 
 
+def kept(protected: Tensor, threshold: Tensor | float) -> Tensor:
+    """[T, k]: a slot is skipped iff it lies under τ, so what is no number is kept."""
+    return ~(protected < threshold)
+
+
 def decide(protected: Tensor, gates: Tensor, threshold: Tensor | float, gain: Gain) -> tuple[Tensor, Tensor]:
     """(keep mask, gates) from protected contributions."""
-    keep = ~(protected < threshold)
+    keep = kept(protected, threshold)
     return keep, rescale(gates, keep, gain)

@@ -70,3 +70,14 @@ def edited(
     meta(ace)
     save_file({**found, **(tensors or {})}, path, metadata={"ace": json.dumps(ace)})
     return path
+
+
+def put(*path: str | int, value: Any) -> Callable[[Any], None]:
+    """A change of metadata: this value at this place."""
+
+    def change(meta: Any) -> None:
+        for step in path[:-1]:
+            meta = meta[step]
+        meta[path[-1]] = value
+
+    return change

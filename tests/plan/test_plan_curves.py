@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from plan_cases import CODE, NEWS, SETTINGS, curve, edited, entry, plan_of
+from plan_cases import CODE, NEWS, SETTINGS, curve, edited, entry, plan_of, put
 from torch import Tensor
 
 from ace_moe.errors import BudgetError, PlanError
@@ -126,15 +126,6 @@ def test_curves_come_back(tmp_path: Path) -> None:
     assert loaded.default_workload == CODE.sha256
     replaced = loaded.with_curve(curve([[0.0, 1.0], [0.0, 0.7]]))
     assert [c.workload for c in replaced.curves] == [CODE, NEWS] and replaced.curves[1].limit == pytest.approx(0.7)
-
-
-def put(*path: str | int, value: Any) -> Callable[[Any], None]:
-    def change(meta: Any) -> None:
-        for step in path[:-1]:
-            meta = meta[step]
-        meta[path[-1]] = value
-
-    return change
 
 
 def drop(meta: dict[str, Any]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from plan_cases import SETTINGS, edited, entry, plan_of
+from plan_cases import SETTINGS, edited, entry, plan_of, put
 from torch import Tensor
 
 from ace_moe.errors import PlanError
@@ -24,15 +24,6 @@ def of_layers(name: str, *values: Tensor) -> dict[str, Tensor]:
 
 def factors(*values: float) -> dict[str, Tensor]:
     return of_layers("factor_branch", *map(torch.tensor, values))
-
-
-def put(*path: str | int, value: Any) -> Callable[[Any], None]:
-    def change(meta: Any) -> None:
-        for step in path[:-1]:
-            meta = meta[step]
-        meta[path[-1]] = value
-
-    return change
 
 
 # ---- what is taken ----------------------------------------------------------------------------------------------

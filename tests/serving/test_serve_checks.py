@@ -103,3 +103,12 @@ def test_a_head_that_is_nowhere(tmp_path: Path, capsys: pytest.CaptureFixture[st
     (folder / "config.json").write_text(config.replace('"tie_word_embeddings": true', '"tie_word_embeddings": false'))
     serving.warn_of_head(str(folder))
     assert "no tensor for lm_head.weight" in " ".join(capsys.readouterr().err.split())
+
+
+def test_thresholds_that_move_need_none_in_the_plan(plan: Path) -> None:
+    """Said before workers start as it is after: a budget without a threshold is one only where τ stays."""
+    with pytest.raises(AceError, match="no threshold"):
+        check({"ace": {"plan": str(plan), "skip": 0.5, "policy": "share"}})
+    check({"ace": {"plan": str(plan), "skip": 0.5, "policy": "share", "track": True}})
+    with pytest.raises(AceError, match="no threshold"):
+        check({"ace": {"plan": str(plan), "policy": "share", "skip_max": 0.5, "target_tpot": 20}})

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 
 import pytest
 
 from ace_moe.errors import OptionError
 from ace_moe.integrations.vllm.settings import Settings
-from ace_moe.integrations.vllm.valve import WINDOW, Valve, valve_for
+from ace_moe.integrations.vllm.valve import WINDOW, Valve, _tick, valve_for
 
 
 def run(valve: Valve, base: float, steps: int, gain: float = 0.5, noise: float = 0.03, seed: int = 0) -> list[float]:
@@ -58,3 +59,18 @@ def test_settings_make_it() -> None:
 def test_what_means_nothing_is_refused(given: dict) -> None:
     with pytest.raises(OptionError, match="skip-max"):
         Settings.from_dict(given)
+
+
+def test_a_budget_the_workers_refuse_ends_it() -> None:
+    """Or it would believe that it moved."""
+    asked: list[float] = []
+
+    def rpc(method: str, kwargs: dict) -> list[dict]:
+        asked.append(kwargs["skip"])
+        return [{"error": "no threshold"}]
+
+    core = SimpleNamespace(scheduler=SimpleNamespace(has_unfinished_requests=lambda: True), collective_rpc=rpc)
+    core._ace_valve_found, core._ace_last = Valve(0.3, 0.7, 1e-9), 0.0
+    for _ in range(WINDOW):
+        _tick(core, core._ace_valve_found, True)
+    assert asked == [0.35] and core._ace_valve_found is None

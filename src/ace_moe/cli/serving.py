@@ -27,11 +27,6 @@ from .common import (
     note,
 )
 
-REFUSED = {
-    "--enable-lora": "LoRA aligns all routed slots itself",
-    "--enable-dbo": "dual batch overlap splits a step in two",
-    "--enable-return-routed-experts": "it stores ids in unsigned bytes, where a skipped slot has none",
-}
 FORWARDED = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 
@@ -104,6 +99,8 @@ def parse_kernels(value: str) -> bool | int | str:
 
 def refuse_flags(flags: list[str]) -> None:
     """What the server would refuse minutes later, said at once."""
+    from ..integrations.vllm.settings import REFUSED
+
     for flag in flags:
         name = flag.partition("=")[0].replace("_", "-")  # vLLM takes both spellings
         if name in REFUSED:
@@ -132,7 +129,8 @@ def map_missing(model: str, settings: Any, text: Path | None) -> str | None:
 
     read = Plan.load(settings.plan)
     plan, policy = settings.open(model)
-    wanted = {check_budget(b, plan.top_k, policy.min_active) for b in by_phase(settings.skip).values()} - {0.0}
+    asked = [*by_phase(settings.skip).values(), *([] if settings.skip_max is None else [settings.skip_max])]
+    wanted = {check_budget(b, plan.top_k, policy.min_active) for b in asked} - {0.0}
     given = None if text is None else _tokens(model, text)
     missing = sorted(b for b in wanted if not _known(plan, policy, b, settings.workload, given))
     if missing and (text is not None or settings.workload is None):
@@ -172,13 +170,9 @@ def _known(plan: Any, policy: Any, budget: float, workload: str | None, given: s
 def check(model: str, settings: Any) -> None:
     """Everything that can be known before vLLM starts: plan, budget, policy, and that the plan is this model's."""
     from ..integrations.vllm.settings import check_content
-    from ..runtime.settings import thresholds
 
     plan, policy = settings.open(model)
-    if not settings.track:
-        for budget in (settings.skip, settings.skip_max):
-            if budget is not None:
-                thresholds(plan, policy, budget, settings.workload)
+    settings.check_budgets(plan, policy)
     check_content(plan, model, settings.allow_other_weights)
     warn_of_head(model)
 

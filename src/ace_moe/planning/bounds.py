@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from .. import rule
 from ..errors import BudgetError
 from ..plan import Plan, labels
 from ..policies import Decision, Policy, Routing, TokenPolicy
@@ -91,8 +92,7 @@ def _part_read(seen: Sequence[tuple[Tensor, Tensor]], tau: float, tokens: int) -
     for ids, protected in seen:
         for _ in range(DRAWS):
             at = torch.randint(len(ids), (tokens,), generator=generator)
-            kept = ~(protected[at] < tau)
-            read, asked = read + len(ids[at][kept].unique()), asked + len(ids[at].unique())
+            read, asked = read + len(ids[at][rule.kept(protected[at], tau)].unique()), asked + len(ids[at].unique())
     return read / asked
 
 

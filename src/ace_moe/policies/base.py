@@ -170,7 +170,7 @@ class TokenPolicy(Policy):
         return self.settle(routing, self.protected(routing))
 
     def settle(self, routing: Routing, protected: Tensor) -> Decision:
-        return self.skip(routing, ~(protected < routing.threshold))
+        return self.skip(routing, rule.kept(protected, routing.threshold))
 
     def skip(self, routing: Routing, keep: Tensor) -> Decision:
         gates = rule.rescale(routing.gates, keep, self.gain)

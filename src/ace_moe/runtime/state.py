@@ -24,7 +24,7 @@ class State:
     """τ, targets and restored rows of R rows."""
 
     def __init__(self, budgets: int = 1):
-        self.budgets, rows = budgets, rows_for(budgets)
+        rows = rows_for(budgets)
         self.tracks = False  # whether any τ moves by itself; not asked of a tensor, because compiled passes look
         with torch.device("cpu"):  # an engine may build its layers under another default
             tau, target = torch.zeros(rows, dtype=torch.float32), torch.full((rows,), NONE, dtype=torch.float32)

@@ -91,6 +91,15 @@ def check_control(control: object, policy: Policy) -> Control:
     return control
 
 
+def look_up(
+    plan: Plan, policy: Policy, skip: Skip, workload: str | None, control: Control
+) -> tuple[Tensor, Tensor | None]:
+    """(τ [3], targets [3] or None) for a budget: from the plan, and where thresholds move by themselves from anywhere."""
+    return (
+        start(plan, policy, skip, workload) if control == "track" else (thresholds(plan, policy, skip, workload), None)
+    )
+
+
 def start(plan: Plan, policy: Policy, skip: Skip, workload: str | None = None) -> tuple[Tensor, Tensor]:
     """(τ to start from, targets), [3] each: a plan without thresholds will do."""
     wanted = [check_budget(b, plan.top_k, policy.min_active) for b in by_phase(skip).values()]

@@ -7,7 +7,7 @@ from typing import Any
 
 from ...plan import Plan
 from ...policies import choose
-from ...runtime.settings import check_tables, thresholds
+from ...runtime.settings import check_tables
 from ...tables import TABLES
 from . import KEY
 from .settings import Settings, check_policy
@@ -47,4 +47,4 @@ def check(additional: Any) -> None:
     with plain_torch():
         plan = Plan.load(settings.plan)
         check_tables(plan, policy, set(TABLES))
-        thresholds(plan, policy, settings.skip, settings.workload)
+        settings.check_budgets(plan, policy)

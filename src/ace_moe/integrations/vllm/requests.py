@@ -16,8 +16,7 @@ from typing import Any
 
 from ...errors import AceError, OptionError
 from ...runtime.rows import BUDGETS, Budget
-from ...runtime.settings import thresholds
-from ...runtime.tracking import start
+from ...runtime.tracking import look_up
 from .settings import Settings, settings_of
 
 NAME = "ace_skip"
@@ -67,8 +66,7 @@ class Admission:
             )
         self._opened = self._opened or self.settings.open(self.model)
         plan, policy = self._opened
-        look_up = start if self.settings.track else thresholds
-        look_up(plan, policy, budget.skip, self.settings.workload)
+        look_up(plan, policy, budget.skip, self.settings.workload, self.settings.control)
         self.known.add(budget)
         return budget
 

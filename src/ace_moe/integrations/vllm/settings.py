@@ -14,11 +14,18 @@ from ...errors import OptionError, PolicyError
 from ...plan import Plan
 from ...policies import Policy, TokenPolicy, choose
 from ...runtime.settings import Skip, check_tables
+from ...runtime.tracking import Control, look_up
 from ...tables import TABLES
 from ...tables.build import add_tables, automatic_plan
 from . import KEY
 
 logger = logging.getLogger("vllm.ace_moe")
+# flags of vLLM's under which skipping would be wrong or silent
+REFUSED = {
+    "--enable-lora": "LoRA aligns all routed slots itself",
+    "--enable-dbo": "dual batch overlap splits a step in two",
+    "--enable-return-routed-experts": "it stores ids in unsigned bytes, where a skipped slot has none",
+}
 EXECUTORS = ("auto", "redirect")
 # top-k and rule in one kernel of ours where it knows the router (GPU), or vLLM's own top-k and then the rule
 ROUTINGS = ("fused", "vllm")
@@ -76,6 +83,15 @@ class Settings:
             if given is not None and not isinstance(given, bool):
                 raise OptionError(f"`{name}` is true or false, not {given!r:.60}.")
         check_valve(self.skip, self.skip_max, self.target_tpot)
+
+    @property
+    def control(self) -> Control:
+        return "track" if self.track else "fixed"
+
+    def check_budgets(self, plan: Plan, policy: Policy) -> None:
+        """Whether the plan has thresholds for what may be asked of the engine."""
+        for budget in (self.skip, *([] if self.skip_max is None else [self.skip_max])):
+            look_up(plan, policy, budget, self.workload, self.control)
 
     @property
     def fuses(self) -> bool:

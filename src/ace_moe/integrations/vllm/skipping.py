@@ -14,12 +14,12 @@ from ...errors import AceError, IntegrationError, PlanError
 from ...plan import structure_difference
 from ...runtime import Layer, Part, Runtime
 from ...runtime.rows import BUDGETS, Budget
-from ...runtime.settings import Skip, check_threshold, thresholds
-from ...runtime.tracking import start
+from ...runtime.settings import Skip, check_threshold
+from ...runtime.tracking import look_up
 from . import KEY
 from .requests import asked
 from .rows import Rows, Share, listen
-from .settings import Settings, check_content, logger
+from .settings import REFUSED, Settings, check_content, logger
 
 SKIPPED = -1  # the id of a skipped slot: what vLLM itself gives padding
 CONFIGURED = "(configured)"  # what is left of the `ace` part once it was read
@@ -172,8 +172,7 @@ class Skipping:
         logger.info("ACE: %s", self.describe())
 
     def _set(self, skip: Skip, number: int = 0) -> None:
-        given = (self.runtime.plan, self.policy, skip, self.workload)
-        tau, targets = start(*given) if self.settings.track else (thresholds(*given), None)
+        tau, targets = look_up(self.runtime.plan, self.policy, skip, self.workload, self.settings.control)
         self.runtime.set(tau, number, targets)
 
     def admit(self, scheduled: Any) -> None:
@@ -222,9 +221,13 @@ def restores(wanted: bool | None) -> bool:
 def refuse_unsupported(vllm_config: Any) -> None:
     """Options of vLLM under which skipping would be wrong or silent."""
     parallel = vllm_config.parallel_config
+    switches = {
+        "--enable-lora": vllm_config.lora_config is not None,
+        "--enable-dbo": getattr(parallel, "enable_dbo", False),
+        "--enable-return-routed-experts": getattr(vllm_config.model_config, "enable_return_routed_experts", False),
+    }
     reasons = (
-        (vllm_config.lora_config is not None, "LoRA aligns all routed slots itself", "--enable-lora"),
-        (getattr(parallel, "enable_dbo", False), "dual batch overlap splits a step in two", "--enable-dbo"),
+        *((on, REFUSED[flag], flag) for flag, on in switches.items()),
         (
             getattr(getattr(vllm_config, "speculative_config", None), "enable_adaptive_verification", False),
             "adaptive verification keeps from the host how many tokens of a request a step computes",
@@ -234,11 +237,6 @@ def refuse_unsupported(vllm_config: Any) -> None:
             getattr(parallel, "prefill_context_parallel_size", 1) > 1,
             "prefill context parallelism gathers tokens before they are routed",
             "--prefill-context-parallel-size",
-        ),
-        (
-            getattr(vllm_config.model_config, "enable_return_routed_experts", False),
-            "returning routed experts stores ids in unsigned bytes, where a skipped slot has none",
-            "--enable-return-routed-experts",
         ),
     )
     for wrong, why, flag in reasons:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
-from .settings import Settings, settings_of
+from .settings import Settings, logger, settings_of
 
 STEP = 0.05  # of the budget, at a time
 WINDOW = 32  # steps that are looked at together
@@ -94,4 +94,7 @@ def _tick(core: Any, valve: Valve, results: bool) -> None:
     if results:
         core._ace_last = now if core.scheduler.has_unfinished_requests() else None
         if before is not None and (budget := valve.step(now - before)) is not None:
-            core.collective_rpc("ace_set", kwargs={"skip": budget})
+            replies = core.collective_rpc("ace_set", kwargs={"skip": budget})
+            if refused := [reply["error"] for reply in replies if "error" in reply]:
+                core._ace_valve_found = None
+                logger.error("ACE: the budget stays where it is under load: %s", refused[0])
