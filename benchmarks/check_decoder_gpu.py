@@ -136,11 +136,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-o", "--out", type=Path)
     parser.add_argument("--sizes", nargs="+", default=list(SIZES), choices=list(SIZES))
+    parser.add_argument("--families", nargs="+", default=list(OWN), choices=list(OWN))
     given = parser.parse_args()
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     rows = []
     print(f"{'family':16} {'size':7} {'dtype':9} batch    τ  skipped  tokens  equal    gap  forgotten")
-    for size, dtype, family in ((s, d, f) for s in given.sizes for d in EQUAL for f in OWN):
+    for size, dtype, family in ((s, d, f) for s in given.sizes for d in EQUAL for f in given.families):
         model = build(family, size, dtype)
         for batch, threshold in ((b, t) for b in (1, 3) for t in (0.0, 0.12)):
             torch._dynamo.reset()

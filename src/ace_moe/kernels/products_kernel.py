@@ -11,6 +11,16 @@ import triton.language as tl
 
 
 @triton.jit
+def first_of(e, w, near, near_w, w_expert, there, NEAR: tl.constexpr):
+    """Where expert e's weights begin (one, or a tensor of them): at its copy beside the GPU, where `near` [E] has one."""
+    at = w + e.to(tl.int64) * w_expert
+    if NEAR:
+        row = tl.load(near + e, mask=there, other=-1)
+        at = tl.where(row < 0, at, near_w + row.to(tl.int64) * w_expert)
+    return at
+
+
+@triton.jit
 def activate(gate, up, KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
     """activation.reference for gated experts."""
     if LIMIT > 0:
