@@ -150,7 +150,10 @@ def main() -> None:
             text = "  ".join(f"{n} {ms:.3f} ms {row['rate'].get(n, 0) / rate:.0%}" for n, ms in row["ms"].items())
             print(f"{routing:8} batch {batch} skip {skip:.0%}: {text}", flush=True)
             if options.out:
-                facts = {"command": "python benchmarks/host.py " + " ".join(sys.argv[1:]), "copy_rate": rate}
+                facts = {
+                    "command": "python benchmarks/host.py " + " ".join(a.rpartition("/")[2] for a in sys.argv[1:]),
+                    "copy_rate": rate,
+                }
                 facts["device"] = torch.cuda.get_device_name()
                 options.out.write_text(json.dumps({**facts, "rows": rows}, indent=1) + "\n")
         del ways

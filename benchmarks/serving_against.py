@@ -97,6 +97,12 @@ def launch(options: argparse.Namespace) -> dict[str, Version]:
     return engines
 
 
+def device() -> str:
+    import torch
+
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("other", type=Path, nargs="?")
@@ -123,8 +129,10 @@ def main() -> None:
         rows.append(measure(engines, size, options.ratio))
         show(rows[-1], options.ratio)
         if options.out:
-            named = " ".join("OTHER" if flag == str(options.other) else flag for flag in sys.argv[1:])
-            facts = {"command": f"python benchmarks/serving_against.py {named}", "rows": rows}
+            named = " ".join(
+                "OTHER" if flag == str(options.other) else flag.rpartition("/")[2] for flag in sys.argv[1:]
+            )
+            facts = {"command": f"python benchmarks/serving_against.py {named}", "device": device(), "rows": rows}
             options.out.write_text(json.dumps(facts, indent=1) + "\n")
     for engine in engines.values():
         engine.end()

@@ -125,6 +125,7 @@ def measure(options: argparse.Namespace, sizes: dict[str, Any], folder: Path) ->
     rows = held(load, valve, options)
     facts = {"fixed_ms": found, "target_ms": target, "sent": load.sent, "finished": load.done, "rows": rows}
     facts |= {"command": f"python benchmarks/valve.py --layers {sizes['num_hidden_layers']}", "report": report(llm)}
+    facts["device"] = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     for row in rows:
         print(f"{row['phase']:<10} {row['ms']:7.3f} ms of {target:.3f}  budget {row['budget']:.0%}", flush=True)
     if options.out:
