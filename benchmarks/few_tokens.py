@@ -1,4 +1,5 @@
-"""Two to four tokens in one layer: programs of different tokens side by side or not, at 0, 60 % and 60 % with restored slots.
+"""Two to four tokens in one layer, at 0, 60 % and 60 % with restored slots: programs of different tokens side by side or not,
+tokens that share an expert reading it together or not; over all experts, and over 24 of them as skewed routers do.
 
     python benchmarks/few_tokens.py            # one GPU, Qwen3-30B-A3B's layer
 
@@ -26,9 +27,9 @@ def weights() -> list[experts.Weights]:
     return [experts.Weights(make(E, 2 * M, D), make(E, D, M), None, None, layout) for _ in range(LAYERS)]
 
 
-def routings(tokens: int, way: str, g: torch.Generator) -> tuple[torch.Tensor, torch.Tensor, float]:
+def routings(tokens: int, way: str, used: int, g: torch.Generator) -> tuple[torch.Tensor, torch.Tensor, float]:
     """ids, gates [T, k] and the share of slots that run."""
-    gates, ids = torch.randn(tokens, E, generator=g).softmax(-1).topk(K)
+    gates, ids = torch.randn(tokens, used, generator=g).softmax(-1).topk(K)
     keep = torch.ones_like(ids, dtype=torch.bool)
     if way != "all":
         keep = gates >= gates.flatten().quantile(0.6)
@@ -41,18 +42,20 @@ def routings(tokens: int, way: str, g: torch.Generator) -> tuple[torch.Tensor, t
 def main() -> None:
     layers = weights()
     for tokens in (2, 4):
-        for way in ("all", "60 %", "restored"):
+        for way, used in ((w, u) for u in (E, 24) for w in ("all", "60 %", "restored")):
             g = torch.Generator().manual_seed(tokens)
             x = [torch.randn(tokens, D, device="cuda").bfloat16() for _ in layers]
-            routed = [routings(tokens, way, g) for _ in layers]
+            routed = [routings(tokens, way, used, g) for _ in layers]
             found = {}
-            for beside in (False, True):
-                experts.BESIDE = beside
+            for kind in ((False, False), (True, False), (True, True)):
+                experts.BESIDE, experts.SHARED = kind
                 run = lambda: [experts.run(a, r[0], r[1], w) for a, r, w in zip(x, routed, layers, strict=True)]  # noqa: B023, E731
-                found[beside] = graph_time(run) / LAYERS
+                found[kind] = graph_time(run) / LAYERS
             ran = statistics.mean(r[2] for r in routed)
+            apart, beside, together = found.values()
             print(
-                f"{tokens} tokens {way:8} ran {ran:.1%}: {found[False]:.2f} us apart, {found[True]:.2f} side by side",
+                f"{tokens} tokens of {used:3} experts {way:8} ran {ran:.1%}: {apart:.2f} us apart, {beside:.2f} side by side, "
+                f"{together:.2f} together",
                 flush=True,
             )
     counts = [torch.randint(0, 9, (49, 3), device="cuda") for _ in range(48)]
