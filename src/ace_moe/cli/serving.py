@@ -26,6 +26,7 @@ from .common import (
     app,
     note,
 )
+from .outputs import check_output
 
 FORWARDED = {"allow_extra_args": True, "ignore_unknown_options": True}
 
@@ -59,6 +60,13 @@ def serve(
     track: Annotated[bool, typer.Option(help="Thresholds move by themselves to keep the budget.")] = False,
     skip_max: Annotated[float | None, typer.Option(help="How far the budget may rise under load.")] = None,
     target_tpot: Annotated[float | None, typer.Option(help="Milliseconds a token may take before it rises.")] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            help="Keep what the routers say of served tokens in this file. It can betray what was said: guard it."
+        ),
+    ] = None,
+    trace_tokens: Annotated[int | None, typer.Option(help="How many tokens to trace; then it ends.", min=1)] = None,
     kernels: Annotated[str, typer.Option(help="Our kernels: auto, on, off or a largest number of tokens.")] = "auto",
     allow_other_weights: AllowOtherWeights = False,
     dry_run: Annotated[bool, typer.Option(help="Check everything, print vLLM's command and stop.")] = False,
@@ -75,6 +83,7 @@ def serve(
         "skip": budget, "policy": policy, "preset": preset, "gain": gain, "min_active": min_active, "min_mass": min_mass,
         "workload": workload, "kernels": parse_kernels(kernels), "allow_other_weights": allow_other_weights,
         "restore": restore, "track": track, "skip_max": skip_max, "target_tpot": target_tpot,
+        "trace": trace and traced(trace, plan, text), "trace_tokens": trace_tokens,
     }  # fmt: skip
     unset = (("allow_other_weights", False), ("track", False))
     config = {k: v for k, v in given.items() if v is not None and (k, v) not in unset}
@@ -86,6 +95,12 @@ def serve(
     if dry_run:
         return print(json.dumps(command))
     os.execv(command[0], command)
+
+
+def traced(trace: Path, *inputs: Path | None) -> str:
+    """Where a trace goes, whatever folder the server's processes run in."""
+    check_output(trace, "trace", *inputs)
+    return str(trace.expanduser().absolute())
 
 
 def parse_kernels(value: str) -> bool | int | str:
