@@ -9,10 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_tables import random_layer
-from theory import reach
 from torch import Tensor
 
 from ace_moe.checkpoint import MoELayer
+from theory import reach
 
 LOOSE = 1 + 1e-4  # fp32
 

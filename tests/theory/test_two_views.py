@@ -1,4 +1,4 @@
-"""Appendix, last: two views skip the intersection of what each would skip, no more mass, and move the output by a bounded step."""
+"""Appendix, last: two views skip the intersection of what each would skip, and the output moves by a bounded step."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from theory import GAINS, outputs, perturbation_bound
 from torch import Tensor
 
 from ace_moe import rule
 from ace_moe.checkpoint import MoELayer
 from ace_moe.policies import Routing, make
 from ace_moe.tables import TABLES
+from theory import GAINS, outputs, perturbation_bound
 
 EXPERTS, K, D = 12, 6, 5
 seeds = st.integers(0, 10_000)
