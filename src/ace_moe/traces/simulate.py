@@ -140,7 +140,7 @@ def _checked(trace: Trace, policy: Policy, plan: Plan | None) -> TokenPolicy:
         raise PolicyError(f"Policy {policy.key!r} decides by the batch, which a trace has none of. Use a token policy.")
     if policy.needs_logits or policy.needs_norms:
         raise PolicyError(f"Policy {policy.key!r} needs router logits or expert outputs, which a trace does not hold.")
-    if not trace.has_gates and policy.kernel_rule() != rule.Form(norm="rank"):
+    if not trace.has_gates and not policy.stepwise:
         raise TraceError(
             f"These are experts without gates, which say the order of slots and no more: policy {policy.key!r} cannot be "
             "simulated, `--policy fixed` can. `ace serve --trace` keeps gates."
