@@ -22,9 +22,11 @@ from .common import (
     Model,
     PolicyName,
     Preset,
+    Quiet,
     WorkloadName,
     app,
     note,
+    warn_of_loss,
 )
 from .outputs import check_output
 
@@ -33,7 +35,7 @@ FORWARDED = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 @app.command(
     context_settings=FORWARDED,
-    epilog="Example: ace serve Qwen/Qwen3-30B-A3B --plan plan.safetensors --skip 0.5 --port 8000 --tensor-parallel-size 2",
+    epilog="Example: ace serve Qwen/Qwen3-30B-A3B --plan plan.safetensors --skip 0.3 --port 8000 --tensor-parallel-size 2",
 )
 def serve(
     context: typer.Context,
@@ -69,10 +71,12 @@ def serve(
     trace_tokens: Annotated[int | None, typer.Option(help="How many tokens to trace; then it ends.", min=1)] = None,
     kernels: Annotated[str, typer.Option(help="Our kernels: auto, on, off or a largest number of tokens.")] = "auto",
     allow_other_weights: AllowOtherWeights = False,
+    quiet: Quiet = False,
     dry_run: Annotated[bool, typer.Option(help="Check everything, print vLLM's command and stop.")] = False,
 ) -> None:
     """Serve a model with vLLM. MODEL comes first; flags that are not listed here go to vLLM as they are."""
     from ..integrations.vllm.settings import Settings
+    from ..runtime.settings import by_phase
 
     if importlib.util.find_spec("vllm") is None:
         raise IntegrationError("vLLM is not installed. Install it with `pip install ace-moe[vllm]`.")
@@ -88,6 +92,7 @@ def serve(
     unset = (("allow_other_weights", False), ("track", False))
     config = {k: v for k, v in given.items() if v is not None and (k, v) not in unset}
     refuse_flags(context.args)
+    warn_of_loss(by_phase(budget).values() if restore is False else (), quiet)
     path, named = find_plan(model, plan, Settings.from_dict(config), text)
     config |= {"plan": str(path)} | ({"workload": named} if named else {})
     check(model, Settings.from_dict(config))
