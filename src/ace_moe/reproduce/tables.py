@@ -199,42 +199,34 @@ def _listed(budgets: Sequence[float]) -> str:
 
 
 def stability(setup: Setup) -> Table:
-    step = _thresholds(setup, "stability: thresholds", "thresholds.json", setup.budgets)
+    step = _thresholds(setup, "stability: thresholds", setup.budgets)
     cells = [
         Cell(path.name, f"{b:.0%}", step.name, ("own", path.name, b), paper.threshold(setup.name, path.stem, b))
         for path in setup.workloads
         for b in setup.budgets
     ]
-    return Table("stability", f"{setup.name}: thresholds of each workload", (_plan(setup), step), tuple(cells))
+    return Table("stability", f"{setup.name}: thresholds of each workload", (*cost(setup).steps, step), tuple(cells))
 
 
 def cost(setup: Setup) -> Table:
-    step = _thresholds(setup, "cost: ways to map", "cost.json", setup.budgets[:1])
+    """Of the first budget alone, as in the paper; the study of all budgets goes on in the same file and finds it there."""
+    step = _thresholds(setup, "cost: ways to map", setup.budgets[:1])
     printed = paper.COST if paper.known(setup.name) == "qwen3" else {}
     cells = [Cell(row, "minutes", step.name, ("cost", way), printed.get(way)) for row, way in WAYS.items()]
     title = f"{setup.name}: what finding a threshold for {setup.budgets[0]:.0%} costs"
     return Table("cost", title, (_plan(setup), step), tuple(cells))
 
 
-def _thresholds(setup: Setup, name: str, file: str, budgets: Sequence[float]) -> Step:
+def _thresholds(setup: Setup, name: str, budgets: Sequence[float]) -> Step:
     texts = [part for path in setup.workloads for part in ("--text", str(path))]
-    argv: tuple[str, ...] = (
-        "study",
-        "thresholds",
-        setup.model,
-        *texts,
-        "--policy",
-        "ace",
-        "--gain",
-        "kept",
-        "--plan",
-        setup.at(PLAN),
-    )
-    argv += ("--budgets", _listed(budgets), "--no-measured", *setup.sizes(), "-o", setup.at(file))
+    argv: tuple[str, ...] = ("study", "thresholds", setup.model, *texts, "--policy", "ace", "--gain", "kept")
+    argv += ("--plan", setup.at(PLAN), "--budgets", _listed(budgets), "--no-measured", *setup.sizes())
     lacks = "" if len(setup.workloads) > 1 else "two workloads or more are needed: repeat --workload for each"
+    asked = {(path.name, budget) for path in setup.workloads for budget in budgets}
     return Step(
-        name, argv, file, 40 + 3 * len(setup.workloads) * len(budgets), lacks=lacks, whole=lambda f: bool(f["cost"])
-    )
+        name, (*argv, "-o", setup.at("thresholds.json")), "thresholds.json", 30 + 3 * len(asked), lacks=lacks,
+        whole=lambda found: bool(found["cost"]) and asked <= {(w["workload"], w["budget"]) for w in found["workloads"]},
+    )  # fmt: skip
 
 
 # ---- time ---------------------------------------------------------------------------------------------------------------
