@@ -4,8 +4,8 @@
     python benchmarks/check_vllm.py --eager    # on a CPU
 
 Requests of odd lengths make every decode step a padded one, a small token budget cuts prompts into chunks, the last of them
-one token long. Then requests with budgets of their own, restored slots, and thresholds that keep a budget. Every check prints
-a line; a failed one ends with exit code 1.
+one token long. Then requests with budgets of their own, restored slots, thresholds that keep a budget, and a trace out of the
+captured graphs. Every check prints a line; a failed one ends with exit code 1.
 """
 
 from __future__ import annotations
@@ -18,6 +18,9 @@ from typing import Any
 
 from ace_moe.integrations.vllm import engine_args
 from ace_moe.integrations.vllm.control import set_restore, set_skip
+from ace_moe.policies import make
+from ace_moe.traces.file import load_trace
+from ace_moe.traces.simulate import Simulation
 from serving import TINY, report, reset, set_threshold, start, write_model, write_plan
 
 LENGTHS, NEW, CHUNK = (5, 33, 65, 17, 129, 48, 21, 9, 70), 12, 64
@@ -123,6 +126,21 @@ def run_tracking(llm: Any) -> bool:
     return check("within a point of what was asked for", abs(found - 0.5) < 0.01, True)
 
 
+def run_trace(llm: Any, path: Path) -> bool:
+    """Every token once, and the rule on what was traced skips what the engine skipped."""
+    set_restore(llm, False)
+    set_threshold(llm, 0.14)
+    reset(llm)
+    generate(llm, LENGTHS)
+    found, trace = report(llm), load_trace(path)
+    simulated = Simulation(trace, make("share")).ratio(0.14)
+    wanted = [sum(LENGTHS), len(LENGTHS) * (NEW - 1)]
+    done = [check("traced tokens by phase", [int((trace.phases == phase).sum()) for phase in (0, 1)], wanted)]
+    done.append(check("traced requests", len(trace.requests.unique()), len(LENGTHS)))
+    print(f"skipped {found['realised']:.3%}, simulated {simulated:.3%}")
+    return all([*done, check("within 0.2 points", abs(found["realised"] - simulated) <= 0.002, True)])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--eager", action="store_true")
@@ -139,6 +157,8 @@ def main() -> None:
         done += [part(llm) for part in (run, run_requests, run_restore)]
         del llm
         done.append(run_tracking(start(model, options, **engine_args(plan, 0.5, **common, track=True))))
+        traced = Path(folder) / "a.trace"
+        done.append(run_trace(start(model, options, **engine_args(plan, 0.0, **common, trace=str(traced))), traced))
         sys.exit(0 if all(done) else 1)
 
 

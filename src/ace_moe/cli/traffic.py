@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
     from ..runtime import Runtime
     from ..traces import Trace
+    from ..traces.simulate import Simulation
     from ..traces.timing import Cost
 
 Tables = Annotated[Path | None, typer.Option("--plan", "-p", help="The plan file.", metavar="PLAN")]
@@ -176,7 +177,7 @@ def _sizes(text: str) -> list[int]:
 
 
 def _row(
-    simulation: Any, budget: float, tau: float, size: int, seed: int, ranks: int | None, cost: Cost | None
+    simulation: Simulation, budget: float, tau: float, size: int, seed: int, ranks: int | None, cost: Cost | None
 ) -> dict[str, Any]:
     found = simulation.count(tau, simulation.steps(size, seed), ranks)
     tpot = (
@@ -204,8 +205,10 @@ def _cells(row: dict[str, Any], timed: bool, ranked: bool) -> list[str]:
 
 def _unlike(trace: Trace, wanted: list[float]) -> list[str]:
     """What a reader should know of a trace that is not quite what is simulated."""
+    from ..runtime.rows import PHASES
+
     notes = []
-    if not (trace.phases == 1).any():
+    if not (trace.phases == PHASES.index("decode")).any():
         notes.append("the trace has no generated token: tokens of prompts stand in for them")
     if not trace.has_gates:
         notes.append("experts without gates: layers have as many experts as were seen")

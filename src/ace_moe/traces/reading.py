@@ -28,7 +28,8 @@ def read(model: PreTrainedModel, runtime: Runtime, windows: Windows, skip: Skip 
         for number, ids in enumerate(windows.batches(batch)):
             model(input_ids=ids.to(model.device), use_cache=False)
             requests = torch.arange(number * batch, number * batch + len(ids)).repeat_interleave(ids.shape[1])
-            collector.add(torch.stack([requests, *map(requests.new_full, [requests.shape] * 2, [phase, budget])]), seen)
+            tokens = torch.stack([requests, torch.full_like(requests, phase), torch.full_like(requests, budget)])
+            collector.add(tokens, seen)
             task.advance(len(ids))
     return collector.trace()
 
