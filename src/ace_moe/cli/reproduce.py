@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from ..reproduce import Setup, Step, Table
 
 STATE = "reproduce.json"
+WIDEST = 8  # columns of a table in a terminal
 CPU, GPU = 1e10, 4e13  # operations a second that a plain pass reaches, roughly
 
 
@@ -80,9 +81,11 @@ def reproduce(
     if as_json:
         return print_json({"out": str(folder), "refused": state["refused"], "tables": found})
     for each in wanted:
-        out.print(_shown(each, found[each.name]))
+        for part in _parts(found[each.name]):
+            out.print(_shown(each, part))
     for why in dict.fromkeys(state["refused"].values()):
-        note(f"{', '.join(n for n, reason in state['refused'].items() if reason == why)}: {why}")
+        names = [name for name, reason in state["refused"].items() if reason == why]
+        note(f"{names[0]}{f' and {len(names) - 1} more' if names[1:] else ''}: {why}")
     show.print_line(out, f"{folder / 'tables.md'}: {sum(map(len, found.values()))} cells")
 
 
@@ -209,6 +212,13 @@ def _grid(found: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
 def _cell(cell: dict[str, Any]) -> str:
     ours = "–" if cell["value"] is None else f"{cell['value']:.4g}" if cell["value"] < 1 else f"{cell['value']:.2f}"
     return ours if cell["paper"] is None else f"{ours} ({cell['paper']:g})"
+
+
+def _parts(found: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """What fits a terminal: a wide table by what is measured, one after the other."""
+    kinds = dict.fromkeys(cell["column"].split()[-1] for cell in found)
+    wide = len({cell["column"] for cell in found}) > WIDEST
+    return [[c for c in found if c["column"].split()[-1] == kind] for kind in kinds] if wide else [found]
 
 
 def _shown(table: Table, found: list[dict[str, Any]]) -> Any:
