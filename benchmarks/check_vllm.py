@@ -4,8 +4,8 @@
     python benchmarks/check_vllm.py --eager    # on a CPU
 
 Requests of odd lengths make every decode step a padded one, a small token budget cuts prompts into chunks, the last of them
-one token long. Then requests with budgets of their own, restored slots, and thresholds that keep a budget. Every check prints
-a line; a failed one ends with exit code 1.
+one token long. Then requests with budgets of their own, restored slots, thresholds that keep a budget, and a trace out of the
+captured graphs. Every check prints a line; a failed one ends with exit code 1.
 """
 
 from __future__ import annotations
@@ -18,6 +18,9 @@ from typing import Any
 
 from ace_moe.integrations.vllm import engine_args
 from ace_moe.integrations.vllm.control import set_restore, set_skip
+from ace_moe.policies import make
+from ace_moe.traces.file import load_trace
+from ace_moe.traces.simulate import Simulation
 from serving import TINY, report, reset, set_threshold, start, write_model, write_plan
 
 LENGTHS, NEW, CHUNK = (5, 33, 65, 17, 129, 48, 21, 9, 70), 12, 64
@@ -129,10 +132,27 @@ def decided(llm: Any) -> list[bool]:
     return done + [part(llm) for part in (run, run_requests, run_restore)]
 
 
+def run_trace(llm: Any, path: Path) -> bool:
+    """Every token once, and the rule on what was traced skips what the engine skipped."""
+    set_restore(llm, False)
+    set_threshold(llm, 0.14)
+    reset(llm)
+    generate(llm, LENGTHS)
+    found, trace = report(llm), load_trace(path)
+    simulated = Simulation(trace, make("share")).ratio(0.14)
+    wanted = [sum(LENGTHS), len(LENGTHS) * (NEW - 1)]
+    done = [check("traced tokens by phase", [int((trace.phases == phase).sum()) for phase in (0, 1)], wanted)]
+    done.append(check("traced requests", len(trace.requests.unique()), len(LENGTHS)))
+    print(f"skipped {found['realised']:.3%}, simulated {simulated:.3%}")
+    return all([*done, check("within 0.2 points", abs(found["realised"] - simulated) <= 0.002, True)])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--eager", action="store_true")
-    parser.add_argument("--tracking", action="store_true", help="thresholds that keep a budget, and nothing else")
+    parser.add_argument(
+        "--parts", nargs="+", default=["decided", "tracking", "trace"], help="each with an engine of its own"
+    )
     parser.add_argument("--memory", type=float, default=0.3)
     parser.add_argument("--cache", type=float, default=0.25)
     parser.add_argument("--length", type=int, default=512)
@@ -140,10 +160,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         plan = write_plan(Path(folder) / "plan.safetensors", TINY, {0.3: 0.0, 0.5: 0.1, 0.6: 1.1})
         model, common = write_model(Path(folder) / "model", TINY), {"allow_other_weights": True, "policy": "share"}
-        done = (
-            [] if options.tracking else decided(start(model, options, chunk=CHUNK, **engine_args(plan, 0.0, **common)))
-        )
-        done.append(run_tracking(start(model, options, **engine_args(plan, 0.5, **common, track=True))))
+        traced, done = Path(folder) / "a.trace", []
+        if "decided" in options.parts:
+            done += decided(start(model, options, chunk=CHUNK, **engine_args(plan, 0.0, **common)))
+        if "tracking" in options.parts:
+            done.append(run_tracking(start(model, options, **engine_args(plan, 0.5, **common, track=True))))
+        if "trace" in options.parts:
+            llm = start(model, options, **engine_args(plan, 0.0, **common, trace=str(traced)))
+            done.append(run_trace(llm, traced))
         sys.exit(0 if all(done) else 1)
 
 

@@ -286,3 +286,11 @@ def test_exit_codes(code: int, arguments: tuple[object, ...]) -> None:
     assert ran.code == code
     assert bool(ran.err) == (code != 0)
     assert "Traceback" not in ran.err
+
+
+def test_much_is_said_to_be_much_once_and_not_to_the_quiet(tmp_path: Path) -> None:
+    """A plan that is not there ends the commands behind the advice."""
+    asked = ("run", MODEL, "-p", tmp_path / "none.safetensors", "--prompt", "The")
+    for options, said in ((("--skip", 0.5), 1), (("--skip", 0.4), 0), ((), 0), (("--skip", 0.6, "--quiet"), 0)):
+        ran = run_ace(*asked, *options)
+        assert ran.code == 1 and ran.err.count("LiveCodeBench") == said

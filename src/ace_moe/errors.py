@@ -53,6 +53,10 @@ class ResultError(AceError):
     """A results file is damaged, of another kind, or of another measurement."""
 
 
+class TraceError(AceError):
+    """A trace is damaged, of another model, or lacks what is asked of it."""
+
+
 class IntegrationError(AceError):
     """A model or engine cannot be attached, or skipping could not take effect."""
 

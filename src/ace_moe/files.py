@@ -76,27 +76,28 @@ def _lock(folder: Path) -> int | None:
         return None
 
 
-def replace_whole(path: Path, data: bytes) -> None:
+def replace_whole(path: Path, data: bytes, private: bool = False) -> None:
     """Write beside the target, flush, move over it in one step: a kill leaves the old file or the new one.
 
-    A link stays, and what it leads to is replaced; a file that was there keeps its permissions.
+    A link stays, and what it leads to is replaced; a file that was there keeps its permissions, and a private one is its
+    owner's alone.
     """
     path = Path(os.path.realpath(path))
     with locked(path.parent) as alone:
         if alone:
             _sweep(path)
-        replace_here(path, data)
+        replace_here(path, data, private)
 
 
-def replace_here(path: Path, data: bytes) -> None:
+def replace_here(path: Path, data: bytes, private: bool = False) -> None:
     """`replace_whole` of a path that is no link, for a caller that has locked its folder."""
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}{UNFINISHED}")
     try:
-        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666), "wb") as file:
+        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if private else 0o666), "wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        if path.exists():
+        if path.exists() and not private:
             os.chmod(temporary, stat.S_IMODE(path.stat().st_mode))
         os.replace(temporary, path)
     except BaseException:
@@ -110,11 +111,11 @@ def _sweep(path: Path) -> None:
         left.unlink(missing_ok=True)
 
 
-def write_whole(path: str | Path, data: bytes, what: str) -> Path:
+def write_whole(path: str | Path, data: bytes, what: str, private: bool = False) -> Path:
     """`replace_whole`, and an error of ours that says what could not be written."""
     path = expand(path)
     try:
-        replace_whole(path, data)
+        replace_whole(path, data, private)
     except OSError as error:
         raise unwritable(path, error, what) from error
     return path

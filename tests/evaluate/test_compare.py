@@ -17,11 +17,11 @@ from transformers import PreTrainedModel
 from ace_moe.demo import MODEL, TEXT
 from ace_moe.errors import OptionError, OutputError, PolicyError, ResultError
 from ace_moe.evaluate.compare import against, compare, score_of
-from ace_moe.evaluate.grid import Grid, parse_gains, parse_method, parse_methods
+from ace_moe.evaluate.grid import FIRST, Grid, first_methods, parse_gains, parse_method, parse_methods, written
 from ace_moe.evaluate.store import open_results, read_json, write_json
 from ace_moe.evaluate.subject import Subject
 from ace_moe.plan import Plan
-from ace_moe.policies import POLICIES
+from ace_moe.policies import POLICIES, make
 from ace_moe.provenance import file_hash, provenance
 from ace_moe.provenance import read as read_record
 from ace_moe.text import Windows, windows_of
@@ -60,6 +60,31 @@ def test_methods_as_typed() -> None:
     assert grid("paper", gains="cited").policy("paper", "cited").gain == "kept"
 
 
+def test_pairs_skip_equally_where_one_knows_steps_alone() -> None:
+    """`fixed` at its steps, the others there too; budgets that are named are left as they are."""
+    made = grid("fixed,share", (0.1, 0.6), "kept,power").stepped(8)
+    at = {m: [k.budget for k in made if (k.method, k.gain) == (m, "power")] for m in made.methods}
+    assert at == {"fixed": [0.25, 0.375, 0.5], "share": [0.1, 0.25, 0.375, 0.5, 0.6]}
+    assert grid("share,ace", (0.1, 0.6)).stepped(8) == grid("share,ace", (0.1, 0.6))
+
+
+def test_a_gain_that_belongs_to_a_method_is_its_only_one() -> None:
+    made = grid("share,paper,top_p:gain=none", (0.5,), "kept,power")
+    gains = {m: [k.gain for k in made if k.method == m] for m in made.methods}
+    assert gains == {"share": ["kept", "power"], "paper": ["kept"], "top_p:gain=none": ["none"]}
+    assert made.policy("paper", "kept").gain == "kept" and made.policy("top_p:gain=none", "none").gain == "none"
+
+
+def test_where_nothing_is_named_the_rivals_and_the_plans_own_choice_are(demo_plan: Plan) -> None:
+    own = make("share", squared=True, min_active=2, gain="none")
+    assert first_methods(demo_plan) == FIRST == tuple(dict.fromkeys(FIRST))
+    plan = replace(demo_plan, recommendation={"settings": own.settings})
+    *first, last = first_methods(plan)
+    assert tuple(first) == FIRST and last == written(own.settings)
+    name, params = parse_method(last)
+    assert make(name, **params) == own and grid(last).policy(last, "none") == own
+
+
 @pytest.mark.parametrize("text", ["", " , ", "nonsense", "share:fusion=min", "ace:fusion=most"])
 def test_methods_that_are_none(text: str) -> None:
     with pytest.raises((OptionError, PolicyError)):
@@ -70,6 +95,18 @@ def test_methods_that_are_none(text: str) -> None:
 def test_gains_that_are_none(text: str) -> None:
     with pytest.raises(OptionError, match="kept, none, power"):
         parse_gains(text)
+
+
+def test_the_command_compares_the_first_rivals(tmp_path: Path) -> None:
+    path = tmp_path / "results.json"
+    small = ("--text", TEXT, "--tokens", 128, "--window", 64)
+    ran = run_ace("compare", MODEL, *small, "--gains", "power", "--no-correct", "-o", path)
+    assert ran.code == 0 and "37.5%" in ran.out, ran.err
+    results = read_json(path, "compare")
+    assert results["grid"]["methods"] == list(FIRST) and results["grid"]["gains"] == ["power", "kept"]
+    ratios = {(c["method"], c["budget"]): c["realised"] for c in results["cells"]}
+    for step in (0.25, 0.375, 0.5):
+        assert all((m, step) in ratios for m in FIRST) and ratios["fixed", step] == step
 
 
 # ---- what a cell holds --------------------------------------------------------------------------------------------

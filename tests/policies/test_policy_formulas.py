@@ -170,6 +170,20 @@ def test_fixed_divides_by_the_mass_of_the_top_k2(kind, k2):
             assert float(found.gates[row, i]) == pytest.approx(expected, rel=1e-4)
 
 
+@pytest.mark.parametrize("policy", ["share", "ace", "top_p", "relative"])
+@pytest.mark.parametrize("gain", ["none", "power"])
+def test_a_denominator_is_every_token_policys(policy, gain):
+    """The same slots, gates times Σ_top-k p / Σ_top-k2 p where a token lost one; k itself changes nothing."""
+    given = routing("plain", 0.3, k=4)
+    plain, same, wide = (make(policy, gain=gain, denominator=k2).route(given) for k2 in (0, 4, 6))
+    assert torch.equal(plain.keep, wide.keep) and not plain.keep.all()
+    torch.testing.assert_close(same.gates, plain.gates, rtol=1e-5, atol=1e-7)
+    for row in range(len(given.ids)):
+        p = sorted(Token(given, row).p, reverse=True)
+        factor = 1.0 if plain.keep[row].all() else sum(p[:4]) / sum(p[:6])
+        torch.testing.assert_close(wide.gates[row], plain.gates[row] * factor, rtol=1e-4, atol=1e-7)
+
+
 def test_relative_is_ik_llamas_rule():
     """-ser 2,0.4: the top 2 always, others iff p_i > 0.4 p_1."""
     given = routing("unsorted", 0.4, tokens=200)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -51,9 +52,20 @@ Out = Annotated[Path, typer.Option("--out", "-o", help="The results file; if it 
 def compare(
     model: Model,
     text: Text,
-    methods: Annotated[str, typer.Option(help="all, or names: share,ace,ace:fusion=min …")] = "all",
-    budgets: Budgets = "0.1:0.6:0.1",
-    gains: Annotated[str, typer.Option(help="kept, power, none, or cited: each method's own.")] = "kept,power",
+    methods: Annotated[
+        str | None,
+        typer.Option(
+            help="all, or names: share,ace,ace:fusion=min … Default: fixed, share, share and top_p squared, ace, paper, and what "
+            "the plan recommends."
+        ),
+    ] = None,
+    budgets: Annotated[
+        str | None,
+        typer.Option(
+            help="Fractions to skip: 0.5, 0.1,0.3 or from:to:step. Default: 10 to 60 %, and the steps of fixed."
+        ),
+    ] = None,
+    gains: Annotated[str, typer.Option(help="kept, power, none, or cited: each method's own.")] = "kept,power,none",
     output: Out = Path("results.json"),
     plan: OptionalPlan = None,
     calibration: Annotated[
@@ -73,7 +85,7 @@ def compare(
     """Perplexity of every method at every budget and gain, with intervals; a killed run goes on where it was."""
     from ..evaluate.calibration import calibration_windows
     from ..evaluate.compare import compare as measure
-    from ..evaluate.grid import Grid, parse_gains, parse_methods
+    from ..evaluate.grid import BUDGETS, FIRST, Grid, first_methods, parse_gains, parse_methods
     from ..evaluate.subject import Subject
     from ..text import check_sizes, read_text
 
@@ -81,13 +93,17 @@ def compare(
     check_sizes(window, tokens, batch)
     read_text(text)
     common = {k: v for k, v in (("min_active", min_active), ("min_mass", min_mass)) if v is not None}
-    grid = Grid(parse_methods(methods), tuple(parse_budgets(budgets)), parse_gains(gains), common, correct)
+    named = FIRST if methods is None else parse_methods(methods)
+    grid = Grid(named, tuple(parse_budgets(budgets or BUDGETS)), parse_gains(gains), common, correct)
     loaded, tokenizer = _load(model, device, expand)
     windows = _windows(loaded, tokenizer, text, window, tokens)
     learned, notice = calibration_windows(loaded, tokenizer, text, windows, calibration)
     if notice and grid.calibrated:
         note(notice)
-    subject, start = Subject(loaded, _plan(plan, model), windows, batch, learned), time.perf_counter()
+    used = _plan(plan, model)
+    grid = replace(grid, methods=first_methods(used)) if methods is None else grid
+    grid = grid.stepped(used.top_k) if budgets is None else grid
+    subject, start = Subject(loaded, used, windows, batch, learned), time.perf_counter()
     results = measure(subject, grid, output, _facts(subject, model, text, calibration, plan))
     _check_some(results)
     if as_json:

@@ -16,7 +16,7 @@ PICTURES = (b"\x89PNG", b"%PDF", b"<svg", b"<?xml", b"\xff\xd8", b"RIFF", b"%!PS
 
 
 def check_output(path: Path, kind: str, *inputs: Path | None) -> None:
-    """Before the long work starts. `kind`: plan, results, page or picture; `inputs`: files the output is made from."""
+    """Before the long work starts. `kind`: plan, results, page, picture or trace; `inputs`: files the output is made from."""
     check_writable(path)
     real = Path(os.path.realpath(expand(path)))
     for made_from in inputs:
@@ -28,7 +28,7 @@ def check_output(path: Path, kind: str, *inputs: Path | None) -> None:
             f"file there for a shard. {ELSEWHERE}"
         )
     if real.is_file() and real.stat().st_size and not OWN[kind](real):
-        called = {"plan": "no plan", "results": "no results", "page": "no page of ours", "picture": "no picture"}[kind]
+        called = {"page": "no page of ours"}.get(kind, f"no {kind}")
         raise OutputError(f"{path} is there already and is {called}; it would be lost. {ELSEWHERE}")
 
 
@@ -63,4 +63,16 @@ def _picture(path: Path) -> bool:
         return file.read(5).startswith(PICTURES)
 
 
-OWN: dict[str, Callable[[Path], bool]] = {"plan": _plan, "results": _results, "page": _page, "picture": _picture}
+def _trace(path: Path) -> bool:
+    from ..traces.file import is_trace
+
+    return is_trace(path)
+
+
+OWN: dict[str, Callable[[Path], bool]] = {
+    "plan": _plan,
+    "results": _results,
+    "page": _page,
+    "picture": _picture,
+    "trace": _trace,
+}

@@ -24,6 +24,7 @@ from .common import (
     PlanPath,
     PolicyName,
     Preset,
+    Quiet,
     WorkloadName,
     app,
     err,
@@ -32,12 +33,15 @@ from .common import (
     parse_budgets,
     print_json,
     settings,
+    warn_of_loss,
 )
 from .outputs import check_output
 
 if TYPE_CHECKING:
     from ..plan import Plan
     from ..tables.work import Job
+
+EVERY = "0.1:0.6:0.1"  # budgets that are mapped where none are named
 
 
 @app.command(epilog="Example: ace tables Qwen/Qwen3-30B-A3B -o qwen3.safetensors")
@@ -123,7 +127,7 @@ def budget(
             "and together, as `mixed`. Default: the model writes its own."
         ),
     ] = None,
-    budgets: Annotated[str, typer.Option(help="Fractions to skip: 0.5, 0.1,0.3 or from:to:step.")] = "0.1:0.6:0.1",
+    budgets: Annotated[str, typer.Option(help="Fractions to skip: 0.3, 0.1,0.3 or from:to:step.")] = EVERY,
     max_kl: Annotated[
         float | None,
         typer.Option(help="Instead of budgets: the most that can be skipped with at most this KL (nats a token)."),
@@ -153,6 +157,7 @@ def budget(
         bool,
         typer.Option("--default", help="Use this text (of several: mixed) where none is named. Default: the first."),
     ] = False,
+    quiet: Quiet = False,
     allow_other_weights: AllowOtherWeights = False,
     device: Device = None,
     expand: Expand = False,
@@ -178,6 +183,7 @@ def budget(
     wanted = [check_budget(b, read.top_k, made.min_active) for b in parse_budgets(budgets)]
     show.check_writable(plan)
     check_sizes(window, tokens, batch)
+    warn_of_loss([] if budgets == EVERY else wanted, quiet)  # a whole curve is no wish
     if max_kl is not None and not 0 < max_kl < math.inf:
         raise BudgetError(f"--max-kl is a number of nats above 0, such as 0.05; not {max_kl:g}.")
     if reads is not None and (not 0 < reads < 1 or sequences < 1 or max_kl is not None):
@@ -221,13 +227,13 @@ def budget(
 
 
 @app.command(
-    epilog='Example: ace run Qwen/Qwen3-30B-A3B --plan qwen3.safetensors --skip 0.5 --prompt "Once upon a time"'
+    epilog='Example: ace run Qwen/Qwen3-30B-A3B --plan qwen3.safetensors --skip 0.3 --prompt "Once upon a time"'
 )
 def run(
     model: Model,
     plan: PlanPath,
     prompt: Annotated[str, typer.Option(help="What the model continues.")],
-    skip: Annotated[float, typer.Option(help="Fraction of routed slots to skip.")] = 0.5,
+    skip: Annotated[float, typer.Option(help="Fraction of routed slots to skip.")] = 0.3,
     policy: PolicyName = "ace",
     preset: Preset = None,
     gain: GainName = None,
@@ -235,6 +241,7 @@ def run(
     min_mass: MinMass = None,
     workload: WorkloadName = None,
     max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate.")] = 64,
+    quiet: Quiet = False,
     allow_other_weights: AllowOtherWeights = False,
     device: Device = None,
     expand: Expand = False,
@@ -245,6 +252,7 @@ def run(
     from ..loading import check_prompt, generate, load_model, load_tokenizer
 
     check_prompt(prompt, max_new_tokens)
+    warn_of_loss([skip], quiet)
     options = settings(policy, preset, gain, min_active, min_mass)
     ace = ACE.load(plan, skip, workload=workload, allow_other_weights=allow_other_weights, **options)
     tokenizer, loaded = load_tokenizer(model), load_model(model, device, expand=expand)

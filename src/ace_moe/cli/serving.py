@@ -22,17 +22,20 @@ from .common import (
     Model,
     PolicyName,
     Preset,
+    Quiet,
     WorkloadName,
     app,
     note,
+    warn_of_loss,
 )
+from .outputs import check_output
 
 FORWARDED = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 
 @app.command(
     context_settings=FORWARDED,
-    epilog="Example: ace serve Qwen/Qwen3-30B-A3B --plan plan.safetensors --skip 0.5 --port 8000 --tensor-parallel-size 2",
+    epilog="Example: ace serve Qwen/Qwen3-30B-A3B --plan plan.safetensors --skip 0.3 --port 8000 --tensor-parallel-size 2",
 )
 def serve(
     context: typer.Context,
@@ -59,12 +62,21 @@ def serve(
     track: Annotated[bool, typer.Option(help="Thresholds move by themselves to keep the budget.")] = False,
     skip_max: Annotated[float | None, typer.Option(help="How far the budget may rise under load.")] = None,
     target_tpot: Annotated[float | None, typer.Option(help="Milliseconds a token may take before it rises.")] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            help="Keep what the routers say of served tokens in this file. It can betray what was said: guard it."
+        ),
+    ] = None,
+    trace_tokens: Annotated[int | None, typer.Option(help="How many tokens to trace; then it ends.", min=1)] = None,
     kernels: Annotated[str, typer.Option(help="Our kernels: auto, on, off or a largest number of tokens.")] = "auto",
     allow_other_weights: AllowOtherWeights = False,
+    quiet: Quiet = False,
     dry_run: Annotated[bool, typer.Option(help="Check everything, print vLLM's command and stop.")] = False,
 ) -> None:
     """Serve a model with vLLM. MODEL comes first; flags that are not listed here go to vLLM as they are."""
     from ..integrations.vllm.settings import Settings
+    from ..runtime.settings import by_phase
 
     if importlib.util.find_spec("vllm") is None:
         raise IntegrationError("vLLM is not installed. Install it with `pip install ace-moe[vllm]`.")
@@ -75,10 +87,12 @@ def serve(
         "skip": budget, "policy": policy, "preset": preset, "gain": gain, "min_active": min_active, "min_mass": min_mass,
         "workload": workload, "kernels": parse_kernels(kernels), "allow_other_weights": allow_other_weights,
         "restore": restore, "track": track, "skip_max": skip_max, "target_tpot": target_tpot,
+        "trace": trace and traced(trace, plan, text), "trace_tokens": trace_tokens,
     }  # fmt: skip
     unset = (("allow_other_weights", False), ("track", False))
     config = {k: v for k, v in given.items() if v is not None and (k, v) not in unset}
     refuse_flags(context.args)
+    warn_of_loss(by_phase(budget).values() if restore is False else (), quiet)
     path, named = find_plan(model, plan, Settings.from_dict(config), text)
     config |= {"plan": str(path)} | ({"workload": named} if named else {})
     check(model, Settings.from_dict(config))
@@ -86,6 +100,12 @@ def serve(
     if dry_run:
         return print(json.dumps(command))
     os.execv(command[0], command)
+
+
+def traced(trace: Path, *inputs: Path | None) -> str:
+    """Where a trace goes, whatever folder the server's processes run in."""
+    check_output(trace, "trace", *inputs)
+    return str(trace.expanduser().absolute())
 
 
 def parse_kernels(value: str) -> bool | int | str:

@@ -242,7 +242,7 @@ def _compare_table(results: dict[str, Any], gain: str) -> Table:
     usable = [c for c in cells.values() if c["method"] not in results["references"]]
     best = {b: min((kl_of(c) for c in usable if c["budget"] == b), default=0.0) for b in budgets}
     title = f"KL to the unskipped model, perplexity ({dense:.2f} unskipped); gain {gain}"
-    made = table(title, ["method", *(f"{b:.0%}" for b in budgets)], [])
+    made = table(title, ["method", *(f"{100 * b:.3g}%" for b in budgets)], [])
     for method in sorted(results["grid"]["methods"], key=lambda m: _place(cells, m, budgets)):
         row = [_compare_cell(cells.get((method, b)), best[b]) for b in budgets]
         if any(row):
@@ -270,7 +270,8 @@ def _compare_cell(cell: dict[str, Any] | None, best: float) -> str:
 
 def _rival_table(rows: Sequence[dict[str, Any]], rival: str) -> Table:
     lines = [
-        [r["method"], r["gain"], f"{r['budget']:.0%}", _change(r.get("kl")), _change(r), f"{r['p']:.3f}"] for r in rows
+        [r["method"], r["gain"], f"{100 * r['budget']:.3g}%", _change(r.get("kl")), _change(r), f"{r['p']:.3f}"]
+        for r in rows
     ]
     columns = ["method", "gain", "budget", "KL (95 % interval)", "perplexity (95 % interval)", "p"]
     return table(f"change of KL and perplexity against {rival}", columns, lines)

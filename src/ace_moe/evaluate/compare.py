@@ -85,8 +85,9 @@ def identity(subject: Subject, grid: Grid) -> Results:
 
 def merged_grid(before: Results | None, grid: Grid) -> Results:
     """A file may be continued with more methods, budgets or gains."""
-    had = before or {"methods": [], "budgets": [], "gains": []}
-    merged = {name: list(dict.fromkeys([*had[name], *getattr(grid, name)])) for name in ("methods", "budgets", "gains")}
+    had, keys = before or {"methods": [], "budgets": [], "gains": []}, list(grid)
+    new = {"methods": grid.methods, "budgets": [k.budget for k in keys], "gains": [k.gain for k in keys]}
+    merged = {name: list(dict.fromkeys([*had[name], *new[name]])) for name in had}
     return merged | {"budgets": sorted(merged["budgets"])}
 
 
@@ -112,7 +113,7 @@ class Run:
             self._calibrated(method, ready[method], missing)
 
     def _policy(self, method: str) -> Policy:
-        return self.grid.policy(method, self.grid.gains[0])
+        return self.grid.policy(method, self.grid.gains_of(method)[0])
 
     def _calibrated(self, method: str, policy: Policy, missing: Sequence[Key]) -> None:
         text = self.subject.calibration or self.subject.windows
@@ -125,7 +126,7 @@ class Run:
         try:
             return step(*arguments)
         except AceError as error:
-            self.results["refused"][method] = {"budgets": list(self.grid.budgets), "reason": str(error)}
+            self.results["refused"][method] = {"budgets": list(self.grid.budgets_of(method)), "reason": str(error)}
             return None
 
     def _dense(self, plan: Plan, policies: Mapping[str, Policy]) -> dict[str, Histogram]:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from ..errors import OptionError
+from ..plan import Plan
 from ..policies import POLICIES, PRESETS, Policy, find, make
 from ..policies import parse as parse_method
 from ..rule import GAINS
 
 CITED = "cited"  # each method with the gain of its own paper
+FIRST = ("fixed", "share", "share:squared=true", "top_p:squared=true", "ace", "paper")  # where none are named
+BUDGETS = "0.1:0.6:0.1"
+SMALLEST_STEP = 0.2  # under it one slot of a token is all there is to skip
 
 
 class Key(NamedTuple):
@@ -24,31 +29,69 @@ class Key(NamedTuple):
 
 @dataclass(frozen=True)
 class Grid:
-    """What is compared. `safeguards` are settings every policy gets beside its gain."""
+    """What is compared. `safeguards` are settings every policy gets beside its gain; `steps` the ratios that a method which
+    knows steps of 1/k alone is measured at, and the others too, so that pairs skip equally."""
 
     methods: tuple[str, ...]
     budgets: tuple[float, ...]
     gains: tuple[str, ...]
     safeguards: dict[str, Any]
     correct: bool = True
+    steps: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         make("share", **self.safeguards)  # what no policy can have is refused before a model is loaded
 
     def __iter__(self) -> Iterator[Key]:
-        return (Key(m, g, b) for m in self.methods for g in self.gains for b in self.budgets)
+        return (Key(m, g, b) for m in self.methods for g in self.gains_of(m) for b in self.budgets_of(m))
+
+    def gains_of(self, method: str) -> tuple[str, ...]:
+        """A preset and a method that is written with its gain have that one alone."""
+        name, params = parse_method(method)
+        own = params.get("gain", PRESETS[name].gain if name in PRESETS else None)
+        return self.gains if own is None else (CITED,) if CITED in self.gains else (str(own),)
+
+    def budgets_of(self, method: str) -> tuple[float, ...]:
+        if self.steps and self._class(method).stepwise:
+            return self.steps
+        return tuple(sorted({*self.budgets, *self.steps}))
+
+    def stepped(self, top_k: int) -> Grid:
+        """With the steps of 1/k, where a method is compared that knows no others."""
+        if not any(self._class(method).stepwise for method in self.methods):
+            return self
+        steps = tuple(n / top_k for n in range(1, top_k) if SMALLEST_STEP <= n / top_k <= max(self.budgets))
+        return replace(self, steps=steps)
+
+    @staticmethod
+    def _class(method: str) -> type[Policy]:
+        name, _ = parse_method(method)
+        return type(PRESETS[name]) if name in PRESETS else find(name)
 
     def policy(self, method: str, gain: str) -> Policy:
-        """The gain `cited` leaves the method its own."""
+        """The gain `cited` leaves the method its own, and a gain that is written with the method wins."""
         name, params = parse_method(method)
-        gains = {} if gain == CITED else {"gain": gain}
-        return make(PRESETS.get(name, name), **{**self.safeguards, **params, **gains})
+        gains = {} if gain == CITED or name in PRESETS else {"gain": gain}
+        return make(PRESETS.get(name, name), **{**self.safeguards, **gains, **params})
 
     @property
     def calibrated(self) -> bool:
         """Whether any of the methods needs a text."""
         names = (parse_method(method)[0] for method in self.methods)
         return any(find(name).calibrated for name in names if name not in PRESETS)
+
+
+def first_methods(plan: Plan) -> tuple[str, ...]:
+    """What is compared where nothing is named: the rivals everybody asks about, and what the plan recommends."""
+    recommended = (plan.recommendation or {}).get("settings")
+    return FIRST if recommended is None else tuple(dict.fromkeys((*FIRST, written(recommended))))
+
+
+def written(settings: Mapping[str, Any]) -> str:
+    """A policy's settings as a method is written on the command line."""
+    given = {**settings.get("params", {}), **{k: v for k, v in settings.items() if k not in ("policy", "params")}}
+    pairs = [f"{name}={json.dumps(value).strip(chr(34))}" for name, value in given.items() if value is not None]
+    return ":".join([settings["policy"], *pairs])
 
 
 def parse_methods(text: str) -> tuple[str, ...]:

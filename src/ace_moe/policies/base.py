@@ -39,6 +39,7 @@ class Policy(ABC):
     token_local: ClassVar[bool] = False  # whether a token is decided by itself, whatever its batch or sequence
     calibrated: ClassVar[bool] = False  # whether `calibrate` makes some of its tables
     mapping: ClassVar[Mapped] = "search"  # how a budget becomes a threshold
+    stepwise: ClassVar[bool] = False  # whether its ratios come in steps of 1/k
     limits: ClassVar[str] = ""  # why a budget may be missed, for messages
 
     gain: Gain = "power"

@@ -18,6 +18,7 @@ class Fixed(TokenPolicy):
     """
 
     name: ClassVar[str] = "fixed"
+    stepwise: ClassVar[bool] = True
     limits: ClassVar[str] = "every token keeps the same number of slots, so ratios come in steps of 1/k"
 
     gain: Gain = "none"

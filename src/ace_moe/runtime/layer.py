@@ -71,6 +71,7 @@ class Layer(nn.Module):
         self.owner: Callable[[], nn.Module | None] = lambda: None  # the experts module, by a weak reference
         self.logits: Tensor | None = None  # the router's, where the policy needs them
         self.after: Callable[[], None] | None = None  # behind the last layer of a step
+        self.trace: Callable[[Tensor, Tensor], None] | None = None  # given ids and gates as the router gave them
         with torch.inference_mode(False):
             self._make_buffers(tables, guarded, torch.device(device))
         self.rule = ""  # the rule as the kernels take it
@@ -123,6 +124,8 @@ class Layer(nn.Module):
     def decide(self, ids: Tensor, gates: Tensor, hidden: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """ids, gates [T, k] as the router gave them → what runs: `mark` and 0 at skipped slots. No host sync."""
         rows = self.tokens.rows(ids.shape[0], ids.device)
+        if self.trace is not None:
+            self.trace(ids, gates)
         if self._rule is not None and not self.observers:
             given = (ids, gates, rows, self.tau, self.factor, self._views(), self._counter(), self.mark, self.rule)
             found = self._rule(*given, self._voting(), self.experts)

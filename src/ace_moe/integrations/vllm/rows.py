@@ -182,7 +182,10 @@ def _hook(cls: type, prepare: str, step: Callable[..., Step], find: Callable[[An
         if skipping is not None:
             scheduled = kwargs["scheduler_output"] if "scheduler_output" in kwargs else args[0]
             skipping.admit(scheduled)
-            skipping.rows.mark(step(self, args, kwargs, result, skipping.owned))
+            now = step(self, args, kwargs, result, skipping.owned)
+            if skipping.tracing is not None:
+                skipping.trace(now, self, result)
+            skipping.rows.mark(now)
         return result
 
     @wraps(dummy_run)

@@ -30,6 +30,7 @@ EXECUTORS = ("auto", "redirect")
 # top-k and rule in one kernel of ours where it knows the router (GPU), or vLLM's own top-k and then the rule
 ROUTINGS = ("fused", "vllm")
 EVERY = sys.maxsize  # tokens: our kernels run steps of any size
+TRACED = 16384
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,8 @@ class Settings:
     track: bool = False
     skip_max: float | None = None  # with target_tpot: how far the budget may rise under load
     target_tpot: float | None = None  # milliseconds
+    trace: str | None = None  # a file for what the routers say of the first `trace_tokens` tokens
+    trace_tokens: int = TRACED
     policy_settings: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
@@ -83,6 +86,11 @@ class Settings:
             if given is not None and not isinstance(given, bool):
                 raise OptionError(f"`{name}` is true or false, not {given!r:.60}.")
         check_valve(self.skip, self.skip_max, self.target_tpot)
+        count = self.trace_tokens
+        if not isinstance(self.trace, str | None) or not isinstance(count, int) or isinstance(count, bool) or count < 1:
+            raise OptionError(
+                f"`trace` is a file and `trace_tokens` a number from 1 on, not {self.trace!r:.60}, {count!r:.60}."
+            )
 
     @property
     def control(self) -> Control:
@@ -95,7 +103,8 @@ class Settings:
 
     @property
     def fuses(self) -> bool:
-        return self.routing == "fused"
+        """A trace needs what the router said, which the fused kernel does not give away."""
+        return self.routing == "fused" and self.trace is None
 
     @property
     def kernel_tokens(self) -> int:

@@ -18,8 +18,9 @@ from ...runtime.settings import Skip, check_threshold
 from ...runtime.tracking import look_up
 from . import KEY
 from .requests import asked
-from .rows import Rows, Share, listen
+from .rows import Rows, Share, Step, listen
 from .settings import REFUSED, Settings, check_content, logger
+from .tracing import requests_of, tracing_of
 
 SKIPPED = -1  # the id of a skipped slot: what vLLM itself gives padding
 CONFIGURED = "(configured)"  # what is left of the `ace` part once it was read
@@ -78,6 +79,7 @@ class Skipping:
         self.split = False
         self.owned: dict[str, int] = {}  # requests with budgets of their own, and the number of their budget
         self.budgets: list[Budget] = []  # of requests; number 0 is the server's
+        self.tracing = tracing_of(vllm_config, settings, plan.fingerprint, self.device)
         self.later: list[Callable[[], None]] = []  # what waits for vLLM's kernels: executors are chosen then
         self.set_skip(settings.skip)
         logger.info("ACE: policy %s", json.dumps(policy.settings))
@@ -112,6 +114,8 @@ class Skipping:
             )
         layer = self.runtime.add(key, SKIPPED, self.device, kernels=self.device.type == "cuda", opaque=False)
         layer.tokens = self.rows
+        if self.tracing is not None:
+            layer.trace = self.tracing.keeper(key)
         return layer
 
     def divide(self, layer: Layer, rank: int) -> None:
@@ -120,6 +124,10 @@ class Skipping:
             raise IntegrationError(
                 "Thresholds cannot keep a budget by themselves (track) where ranks see parts of a step (sequence parallel): they "
                 "would drift apart. Serve without `track`, or without sequence parallelism."
+            )
+        if self.tracing is not None:
+            raise IntegrationError(
+                "A rank that sees a part of each step (sequence parallel) cannot trace it. Leave out one."
             )
         layer.tokens, self.split = Share(self.rows, rank), True
 
@@ -142,10 +150,20 @@ class Skipping:
         """Warm-ups are over: what they ran is no request's."""
         self.rows.clear()
         self.reset()
+        if self.tracing is not None:
+            self.tracing.forget()
+
+    def trace(self, step: Step, runner: Any, result: Any) -> None:
+        """What a step computes is about to be traced."""
+        assert self.tracing is not None
+        names, skips = requests_of(runner, result, len(step.lengths)), [self.skip, *(b.skip for b in self.budgets)]
+        self.tracing.begin(step, names, skips)
 
     @contextmanager
     def dummy(self, profile: bool) -> Iterator[None]:
         """A pass without requests: all padding, or a measuring pass whose tokens are run and not counted."""
+        if self.tracing is not None:
+            self.tracing.flush()
         if not profile:
             self.rows.clear()
             yield
@@ -205,6 +223,9 @@ class Skipping:
         self.runtime.reset()
 
     def part(self, **place: int) -> Part:
+        if self.tracing is not None:  # nobody waits for the last step of a busy hour
+            self.tracing.flush()
+            self.tracing.save()
         return self.runtime.part(skip=self.skip, split=self.split, budgets=[str(b) for b in self.budgets], **place)
 
 

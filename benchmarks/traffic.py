@@ -1,0 +1,125 @@
+"""How far a simulation on a trace is from the same batches executed, and a fitted time from one that was measured.
+
+    python benchmarks/traffic.py demo-moe lab-olmoe --text wiki.test.raw -o benchmarks/results/traffic.json
+    python benchmarks/traffic.py --fit uniform.json --held flat.json skewed.json -o benchmarks/results/traffic_times.json
+
+The first traces a text unskipped, maps τ on the trace, and decodes the same tokens teacher-forced in batches under that τ:
+slots run and experts read are counted in the layers. It then traces under that τ and simulates again: what is left is the
+rounding of gates. The second fits on the 0 and 60 % rows of one `ace bench` file and predicts the rows of others.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ace_moe import ACE, build_plan
+from ace_moe.loading import load_model, load_tokenizer, load_windows
+from ace_moe.policies import make
+from ace_moe.provenance import provenance
+from ace_moe.traces.reading import read
+from ace_moe.traces.simulate import Counted, Simulation
+from ace_moe.traces.timing import fit
+
+PROMPT, LENGTH, WINDOWS = 32, 96, 32
+BATCHES, SKIPS = (4, 16), (0.3, 0.6)
+
+
+@torch.inference_mode()
+def decode(model: Any, ids: Tensor) -> None:
+    """ids [B, L]: a prompt, then one token of each sequence at a time."""
+    out = model(ids[:, :PROMPT], use_cache=True)
+    for i in range(PROMPT, ids.shape[1]):
+        out = model(ids[:, i : i + 1], past_key_values=out.past_key_values)
+
+
+def executed(model: Any, ace: ACE, ids: Tensor, batch: int, restore: bool) -> tuple[float, float]:
+    """The part of generated tokens' slots that ran, and experts a layer read in a step."""
+    ace.set_restore(restore)
+    ace.reset()
+    for part in ids.split(batch):
+        decode(model, part)
+    report = ace.report()
+    steps = len(ids) // batch * (ids.shape[1] - PROMPT) * len(ace.runtime.layers)
+    return 1 - report["decode"]["realised"], report["reads"]["generated"]["read"] / steps
+
+
+def steps_of(windows: int, length: int, batch: int) -> Tensor:
+    """[N, batch]: where the tokens of each decode step are in the trace."""
+    places = torch.arange(windows * length).view(windows, length)[:, PROMPT:]
+    return places.view(windows // batch, batch, -1).transpose(1, 2).reshape(-1, batch)
+
+
+def measure(path: Path, text: Path) -> list[dict[str, Any]]:
+    model, plan, policy = load_model(path, device="cpu"), build_plan(path), make("share")
+    windows = load_windows(model, load_tokenizer(path), text, LENGTH, WINDOWS * LENGTH)
+    rows = []
+    with ACE(plan, 0.0, policy=policy, restore=True, reads=True)(model) as ace:
+        ace.set_restore(False)
+        dense = Simulation(read(model, ace.runtime, windows, batch=8), policy, plan)
+        for skip in SKIPS:
+            tau = dense.threshold(skip)
+            ace.set_restore(False)
+            ace.set_threshold(tau)
+            under = Simulation(read(model, ace.runtime, windows, skip, batch=8), policy, plan)
+            for batch in BATCHES:
+                ran, reads = executed(model, ace, windows.ids, batch, restore=False)
+                restored, _ = executed(model, ace, windows.ids, batch, restore=True)
+                found = {"slots": ran, "restored": restored, "reads": reads}
+                steps = steps_of(*windows.ids.shape, batch)
+                row = {"model": path.name, "skip": skip, "threshold": tau, "batch": batch, "executed": found}
+                row |= {n: compared(s.count(tau, steps), found) for n, s in (("unskipped", dense), ("under", under))}
+                rows.append(row)
+                print(json.dumps(row), flush=True)
+    return rows
+
+
+def compared(simulated: Counted, found: dict[str, float]) -> dict[str, float]:
+    """Points of slots, and experts read as a part of what was read."""
+    return {
+        "slots": simulated.slots,
+        "reads": simulated.reads,
+        "slots_off": simulated.slots - found["slots"],
+        "restored_off": simulated.restored - found["restored"],
+        "reads_off": simulated.reads / found["reads"] - 1,
+    }
+
+
+def times(fitted: Path, held: list[Path]) -> list[dict[str, Any]]:
+    rows = json.loads(fitted.read_text())["rows"]
+    cost, found = fit([r for r in rows if r["requested"] in (0.0, 0.6)]), []
+    for path in held:
+        for row in json.loads(path.read_text())["rows"]:
+            if (row["what"], row["path"]) != ("tpot", "ace") or row["batch"] not in cost.base:
+                continue
+            timed, said = row["gpu_ms"] or row["wall_ms"], cost.tpot(row["batch"], row["executed"])
+            facts = {"file": path.name, "batch": row["batch"], "skip": row["requested"], "reads": row["executed"]}
+            found.append({**facts, "ms": timed, "fitted_ms": said, "off": said / timed - 1})
+            print(json.dumps(found[-1]), flush=True)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="*", type=Path)
+    parser.add_argument("--text", type=Path)
+    parser.add_argument("--fit", type=Path)
+    parser.add_argument("--held", nargs="+", type=Path, default=[])
+    parser.add_argument("-o", "--out", type=Path)
+    given = parser.parse_args()
+    rows = times(given.fit, given.held) if given.fit else [r for m in given.models for r in measure(m, given.text)]
+    if given.out is not None:
+        made = provenance(argv=["python", *sys.argv])
+        given.out.write_text(
+            json.dumps({"command": made["command"], "provenance": made, "rows": rows}, indent=1) + "\n"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,217 @@
+"""Your traffic: trace what a model's routers say of it, and simulate policies on that without the model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ..errors import OptionError
+from . import show
+from .common import (
+    AllowOtherWeights,
+    AsJson,
+    Device,
+    Expand,
+    GainName,
+    MinActive,
+    MinMass,
+    Model,
+    PolicyName,
+    Preset,
+    WorkloadName,
+    app,
+    note,
+    out,
+    parse_budgets,
+    print_json,
+    settings,
+)
+from .outputs import check_output
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from ..runtime import Runtime
+    from ..traces import Trace
+    from ..traces.simulate import Simulation
+    from ..traces.timing import Cost
+
+Tables = Annotated[Path | None, typer.Option("--plan", "-p", help="The plan file.", metavar="PLAN")]
+
+
+@app.command(epilog="Example: ace trace Qwen/Qwen3-30B-A3B --text sample.txt -o sample.trace")
+def trace(
+    model: Model,
+    text: Annotated[Path, typer.Option(help="Text of the kind the model serves: .txt, or .jsonl with `text`.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Where the trace goes.")] = Path("ace.trace"),
+    plan: Tables = None,
+    skip: Annotated[float, typer.Option(help="Trace under this budget, which needs a plan.")] = 0.0,
+    policy: PolicyName = "ace",
+    preset: Preset = None,
+    workload: WorkloadName = None,
+    tokens: Annotated[int, typer.Option(help="Tokens of the text to read.")] = 16384,
+    window: Annotated[int, typer.Option(help="Tokens in a window; each window counts as a request.")] = 256,
+    batch: Annotated[int, typer.Option(help="Windows at a time.")] = 1,
+    allow_other_weights: AllowOtherWeights = False,
+    device: Device = None,
+    expand: Expand = False,
+    as_json: AsJson = False,
+) -> None:
+    """Keep what the routers say of a text: experts and gates of every slot, at most 2.2 bytes each.
+
+    The file holds no tokens, but routing can betray what was said: treat it like the text. `ace serve --trace` keeps the same
+    of served requests.
+    """
+    from ..loading import load_model, load_tokenizer, load_windows
+    from ..text import check_sizes, read_text
+    from ..traces.file import save_trace
+    from ..traces.reading import read
+
+    check_output(output, "trace", text, plan)
+    check_sizes(window, tokens, batch)
+    read_text(text)
+    if skip and plan is None:
+        raise OptionError(f"Skipping {skip:.0%} needs a plan: give one with --plan, made by `ace tables`.")
+    options = {
+        "workload": workload,
+        "allow_other_weights": allow_other_weights,
+        **settings(policy, preset, None, None, None),
+    }
+    tokenizer, loaded = load_tokenizer(model), load_model(model, device, expand=expand)
+    windows = load_windows(loaded, tokenizer, text, window, tokens)
+    with _under(loaded, plan, skip, options) as runtime:
+        found = read(loaded, runtime, windows, skip, batch)
+    size = save_trace(found, output).stat().st_size
+    slots = sum(layer.ids.numel() for layer in found.layers.values())
+    if as_json:
+        return print_json({"trace": str(output), "tokens": len(found), "slots": slots, "bytes": size})
+    said = f"{len(found):,} tokens of {len(windows.ids)} windows, {slots:,} slots, {size / slots:.2f} bytes each"
+    show.print_line(out, f"{output}: {said}. Next: ace simulate {output}")
+
+
+@contextmanager
+def _under(model: PreTrainedModel, plan: Path | None, skip: float, options: dict[str, Any]) -> Iterator[Runtime]:
+    """The model under a budget, or as it is: then no tables are needed."""
+    from ..ace import ACE
+    from ..checkpoint import MoEModel
+    from ..plan import Plan
+    from ..planning.passes import Everything, attached
+
+    if plan is None:
+        with attached(model, Plan({}, MoEModel.of(model).fingerprint()), Everything()) as runtime:
+            yield runtime
+        return
+    ace = ACE.load(plan, skip, **options)
+    with ace(model):
+        yield ace.runtime
+
+
+@app.command(
+    epilog="Example: ace simulate sample.trace --policy share --skip 0.2,0.4 --batch 1,8,32 --bench latency.json"
+)
+def simulate(
+    trace: Annotated[
+        Path, typer.Argument(help="A file of ace trace or ace serve --trace; or .npz of returned experts.")
+    ],
+    plan: Tables = None,
+    policy: PolicyName = "share",
+    preset: Preset = None,
+    gain: GainName = None,
+    min_active: MinActive = None,
+    min_mass: MinMass = None,
+    skip: Annotated[str, typer.Option(help="Fractions to skip: 0.3, 0.2,0.4 or from:to:step.")] = "0.2,0.3,0.4",
+    batch: Annotated[str, typer.Option(help="Sequences of a decode step.")] = "1,8,32",
+    bench: Annotated[Path | None, typer.Option(help="Times of ace bench: what a step would take there.")] = None,
+    ranks: Annotated[int | None, typer.Option(help="Experts over so many ranks, in contiguous blocks.", min=1)] = None,
+    seed: Annotated[int, typer.Option(help="Of the steps that are drawn.")] = 0,
+    as_json: AsJson = False,
+) -> None:
+    """What a policy would skip on a trace, and how many experts a decode step would read. No model is loaded.
+
+    Thresholds are quantiles of the trace. Steps are drawn from different requests.
+    """
+    from ..plan import Plan
+    from ..policies import choose
+    from ..traces.simulate import Simulation
+    from ..traces.timing import cost_of
+
+    found = _load(trace)
+    made = choose(**settings(policy, preset, gain, min_active, min_mass))
+    wanted, sizes = parse_budgets(skip), _sizes(batch)
+    cost = None if bench is None else cost_of(bench, found.top_k)
+    simulation = Simulation(found, made, None if plan is None else Plan.load(plan))
+    taus = {budget: simulation.threshold(budget) for budget in wanted}
+    rows = [_row(simulation, budget, taus[budget], size, seed, ranks, cost) for size in sizes for budget in wanted]
+    facts = {"trace": trace.name, "model": found.model, "tokens": len(found), "under": found.shared()}
+    if as_json:
+        return print_json({**facts, "policy": made.settings, "seed": seed, "rows": rows})
+    out.print(_table(made.key, rows))
+    under = ", ".join(f"{n:,} under {skip}" for skip, n in found.shared().items())
+    show.print_line(
+        out, f"{trace}: {len(found):,} tokens of {len(found.requests.unique())} requests ({under}), computed."
+    )
+    for unlike in _unlike(found, wanted):
+        note(unlike)
+
+
+def _load(path: Path) -> Trace:
+    from ..traces.file import load_trace
+    from ..traces.returned import SUFFIX, load_returned
+
+    return load_returned(path) if path.suffix == SUFFIX else load_trace(path)
+
+
+def _sizes(text: str) -> list[int]:
+    try:
+        sizes = [int(part) for part in text.split(",")]
+        if min(sizes) < 1:
+            raise ValueError
+        return sizes
+    except ValueError:
+        raise OptionError(f"--batch is one or more whole numbers such as 1,8,32; {text!r} is not.") from None
+
+
+def _row(
+    simulation: Simulation, budget: float, tau: float, size: int, seed: int, ranks: int | None, cost: Cost | None
+) -> dict[str, Any]:
+    found = simulation.count(tau, simulation.steps(size, seed), ranks)
+    tpot = (
+        {}
+        if cost is None
+        else {"tpot_ms": cost.tpot(size, found.reads), "tpot_unskipped_ms": cost.tpot(size, found.asked)}
+    )
+    row = {"batch": size, "skip": budget, "threshold": tau, "skipped": simulation.ratio(tau), **asdict(found), **tpot}
+    return {name: value for name, value in row.items() if value is not None}
+
+
+def _table(policy: str, rows: list[dict[str, Any]]) -> Any:
+    columns = ["batch", "asked to skip", "skipped", "slots run", "with restore", "experts read a layer"]
+    timed, ranked = "tpot_ms" in rows[0], "ranks" in rows[0]
+    columns += ["ms a step"] * timed + ["busiest rank reads"] * ranked
+    return show.table(f"{policy}, simulated", columns, [_cells(row, timed, ranked) for row in rows])
+
+
+def _cells(row: dict[str, Any], timed: bool, ranked: bool) -> list[str]:
+    cells = [str(row["batch"]), *(f"{row[name]:.1%}" for name in ("skip", "skipped", "slots", "restored"))]
+    cells.append(f"{row['reads']:.1f} of {row['asked']:.1f}")
+    cells += [f"{row['tpot_ms']:.2f} of {row['tpot_unskipped_ms']:.2f}"] if timed else []
+    return cells + ([f"{row['ranks']['busiest']:.1f}"] if ranked else [])
+
+
+def _unlike(trace: Trace, wanted: list[float]) -> list[str]:
+    """What a reader should know of a trace that is not quite what is simulated."""
+    from ..runtime.rows import PHASES
+
+    notes = []
+    if not (trace.phases == PHASES.index("decode")).any():
+        notes.append("the trace has no generated token: tokens of prompts stand in for them")
+    if not trace.has_gates:
+        notes.append("experts without gates: layers have as many experts as were seen")
+    if set(trace.skips) != {*wanted}:
+        notes.append("routers of a model that skips say something else by a little: trace under the budget to see it")
+    return notes

@@ -1,0 +1,44 @@
+"""A trace of a text: every window is a request, and all its tokens a prompt's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from .. import progress
+from ..policies import Decision, Routing
+from ..runtime import Runtime
+from ..runtime.layer import Observer
+from ..runtime.rows import PHASES
+from ..text import Windows
+from .collector import Collector
+from .record import Skip, Trace
+
+
+@torch.inference_mode()
+def read(model: PreTrainedModel, runtime: Runtime, windows: Windows, skip: Skip = 0.0, batch: int = 1) -> Trace:
+    """What the routers say while the model, to which the runtime is attached, reads the text under this budget."""
+    collector = Collector(runtime.plan.fingerprint, windows.ids.numel(), runtime.plan.model)
+    seen: dict[str, tuple[Tensor, Tensor]] = {}
+    phase, budget = PHASES.index("prefill"), collector.budget(skip)
+    with runtime.observed(_keeper(seen)), progress.task("windows", len(windows.ids)) as task:
+        for number, ids in enumerate(windows.batches(batch)):
+            model(input_ids=ids.to(model.device), use_cache=False)
+            requests = torch.arange(number * batch, number * batch + len(ids)).repeat_interleave(ids.shape[1])
+            tokens = torch.stack([requests, torch.full_like(requests, phase), torch.full_like(requests, budget)])
+            collector.add(tokens, seen)
+            task.advance(len(ids))
+    return collector.trace()
+
+
+def _keeper(seen: dict[str, tuple[Tensor, Tensor]]) -> Callable[[str], Observer]:
+    def make(key: str) -> Observer:
+        def observer(routing: Routing, protected: Tensor | None, decision: Decision) -> None:
+            seen[key] = routing.ids, routing.gates
+
+        return observer
+
+    return make
