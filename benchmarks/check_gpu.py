@@ -79,7 +79,7 @@ def check_rule(tokens: int = 20000, e: int = 60, k: int = 6) -> tuple[int, float
 
 def _decided_otherwise(made, ids, gates, rows, tau, tables):
     counts = torch.zeros(len(tau), 3, dtype=torch.int64, device=DEVICE)
-    views, factor = [tables[name] for name in made.form.tables], torch.ones(2, device=DEVICE)
+    views, factor = [tables[name] for name in made.form.tables], torch.ones(3, device=DEVICE)
     new_ids, new = decide.launch_rule(ids, gates, rows, tau, factor, views, counts, -1, str(made))
     c, own = rule.contribution(made.form, gates, ids, tables), tau[rows.long()].unsqueeze(-1)
     keep, expected = rule.decide(rule.protect(c, gates, ids, made.min_active, made.min_mass), gates, own, made.gain)
@@ -100,7 +100,7 @@ def check_restore(tokens, e=128, k=8):
     rows = torch.randint(0, 4, (tokens,), generator=g).to(DEVICE, torch.int8)
     tau, free = torch.tensor([0.0, 0.1, 0.16, 0.13], device=DEVICE), torch.tensor([0, 0, 1, 1], device=DEVICE).char()
     counts = torch.zeros(4, 3, dtype=torch.int64, device=DEVICE)
-    reads, factor = torch.zeros(2, 2, dtype=torch.int64, device=DEVICE), torch.ones(2, device=DEVICE)
+    reads, factor = torch.zeros(2, 2, dtype=torch.int64, device=DEVICE), torch.ones(3, device=DEVICE)
     common = (rows, tau, factor, [], counts, -1, str(decide.Rule(Form())))
     new_ids, new = decide.launch_rule(ids, gates, *common, [free, reads], e)
     real = (rows > 0).unsqueeze(-1)

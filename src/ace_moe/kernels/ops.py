@@ -28,14 +28,15 @@ def run_experts(
     s_out: Tensor | None = None,
     block_rows: int = 1,
     block_columns: int = 0,
+    mean: Tensor | None = None,
 ) -> Tensor:
     """x [T, d], ids and gates [T, k] → y [T, d]; slots whose id is no expert are not run.
 
-    s_in, s_out are FP8 factors, one for each block of rows and columns.
+    s_in, s_out are FP8 factors, one for each block of rows and columns. mean [E, d] stands in for skipped slots.
     """
     block = (block_rows, block_columns) if s_in is not None else None
     layout = experts.Layout(gated, interleaved, transposed, Activation(kind, alpha, limit), block)
-    return experts.run(x, ids, gates, experts.Weights(w_in, w_out, b_in, b_out, layout, s_in, s_out))
+    return experts.run(x, ids, gates, experts.Weights(w_in, w_out, b_in, b_out, layout, s_in, s_out), mean)
 
 
 @run_experts.register_fake

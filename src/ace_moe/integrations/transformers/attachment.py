@@ -132,6 +132,11 @@ class Attachment:
 
     def _hook_unregistered(self, path: str, module: nn.Module, layer: Layer) -> None:
         """A class outside the registry that is called the same way, if its own loop leaves sentinel slots out."""
+        if layer.mean is not None:
+            raise IntegrationError(
+                f"{path} ({type(module).__name__}) is outside transformers' experts registry, where nothing can stand in for "
+                "skipped slots. Leave `compensate` out."
+            )
         if not leaves_sentinels_out(module):
             raise IntegrationError(
                 f"{path} ({type(module).__name__}) is outside transformers' experts registry and its own loop does not "

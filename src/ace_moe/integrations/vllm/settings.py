@@ -148,7 +148,12 @@ def settings_of(vllm_config: Any) -> Settings | None:
 def check_policy(policy: Policy) -> None:
     """Only methods that decide a token by its gates and tables can be served: batches there mix requests."""
     if isinstance(policy, TokenPolicy) and policy.token_local and not policy.needs_logits and not policy.needs_norms:
-        return
+        if policy.compensate is None:
+            return
+        raise PolicyError(
+            f"compensate={policy.compensate!r} cannot be served: what stands in for skipped slots is added by our executors in "
+            "transformers alone. Leave it out."
+        )
     why = "it decides by the batch or the sequence, which mix requests in a server"
     if policy.needs_logits or policy.needs_norms:
         why = "it needs router logits or expert outputs beside the gates"
