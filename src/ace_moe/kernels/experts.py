@@ -82,7 +82,8 @@ def _one(x: Tensor, ids: Tensor, gates: Tensor, weights: Weights, mean: Tensor |
     )  # fmt: skip
     one_kernel.one_down[down[::-1] if beside else down](
         h, ids, gates, _or(mean, x), weights.w_out, s_out, b_out, y, experts, d, m, *weights.strides(weights.w_out),
-        *out_factors, MEAN=mean is not None, TOP_K=k, KP=power_of_two(k), KC=min(tiles.bm, power_of_two(k)), KSTEPS=triton.cdiv(m, tiles.bk_down),
+        *out_factors, MEAN=mean is not None, TOP_K=k, KP=power_of_two(k), KC=min(tiles.bm, power_of_two(k)),
+        KSTEPS=triton.cdiv(m, tiles.bk_down),
         AHEAD=tiles.stages_down, BESIDE=beside, **early, **_down_options(weights, tiles, m),
     )  # fmt: skip
     return y

@@ -2,8 +2,9 @@
 
 Constants of a form: VIEWS tables (0: the gate alone), FUSION 0 max, 1 min, 2 mean; POWER of |g|; NORM 0 sum, 1 max,
 2 rank; CUMULATIVE; FACTOR: `factor` [3] holds what contributions are multiplied by before and after protection, and what
-kept gates are under GAIN 3; GAIN 0 kept, 1 none, 2 power. CODED: a skipped slot stays known. VOTE 0: every token by itself; 1: this program has all tokens of the step and restores slots; 2: a
-second launch will (`restore_kernel.py`), for which a skipped slot is written as −2 − e with its raw gate.
+kept gates are under GAIN 3; GAIN 0 kept, 1 none, 2 power. CODED: a skipped slot stays known as −2 − e, with its raw gate.
+VOTE 0: every token by itself; 1: this program has all tokens of the step and restores slots; 2: a second launch will
+(`restore_kernel.py`), for which skipped slots are coded.
 """
 
 from __future__ import annotations

@@ -92,7 +92,9 @@ class Layer(nn.Module):
         own = tables[form.factor] if form is not None and form.factor else 1.0
         common = torch.inf if guarded else tables[policy.factor] if policy.factor else 1.0
         self.weighed = policy.factor is not None
-        gain = 1.0 if policy.gain in rule.GAINS else tables[policy.gain] if policy.gain in tables else float(policy.gain)
+        gain = (
+            1.0 if policy.gain in rule.GAINS else tables[policy.gain] if policy.gain in tables else float(policy.gain)
+        )
         numbers = [float(own), float(common), float(gain)]
         self._keep("factor", torch.tensor(numbers, dtype=torch.float32, device=device))
         self._keep("counts", torch.zeros(len(self.state.tau), 3, dtype=torch.int64, device=device))
