@@ -27,12 +27,17 @@ class Part(NamedTuple):
 
 
 def log_kl(rows: Sequence[Row], budgets: Sequence[float], part: Part) -> float:
-    """The mean over budgets of log KL, each moved to its budget from the ratio that was realised."""
+    """The mean over budgets."""
+    return sum(logs_at(rows, budgets, part)) / len(budgets)
+
+
+def logs_at(rows: Sequence[Row], budgets: Sequence[float], part: Part) -> list[float]:
+    """log KL of a window at each budget, moved there from the ratio that was realised."""
     kls, ratios = _means(rows, part)
     logs = [math.log(max(kl, LEAST)) if math.isfinite(kl) else math.inf for kl in kls]
     apart = ratios[-1] - ratios[0]
     slope = (logs[-1] - logs[0]) / apart if apart > 0.02 and math.isfinite(logs[-1]) else STEEP
-    return sum(x + slope * (b - r) for x, b, r in zip(logs, budgets, ratios, strict=True)) / len(logs)
+    return [x + slope * (b - r) for x, b, r in zip(logs, budgets, ratios, strict=True)]
 
 
 def _means(rows: Sequence[Row], part: Part) -> tuple[list[float], list[float]]:

@@ -17,6 +17,7 @@ import torch
 from transformers import PreTrainedModel
 
 from .. import progress
+from ..checkpoint import MoEModel
 from ..errors import StructureError, TextError
 from ..fidelity import Reference, compare
 from ..plan import Plan
@@ -50,6 +51,7 @@ class Tuned:
     plan: Plan
     policy: TokenPolicy
     tried: list[dict[str, Any]]
+    searched: Plan  # with the tables of every candidate
 
     @property
     def recommendation(self) -> dict[str, Any]:
@@ -94,7 +96,7 @@ def tune(
     plan = replace(plan, recommendation=recommendation)
     save(plan)
     journal.remove()
-    return Tuned(plan, choice, search.table())
+    return Tuned(plan, choice, search.table(), search.plan)
 
 
 def _check(model: PreTrainedModel, windows: Windows, budgets: Sequence[float]) -> None:
@@ -121,6 +123,7 @@ class Search:
         self, model: PreTrainedModel, plan: Plan, windows: Windows, budgets: Sequence[float], journal: Journal
     ):
         self.model, self.plan, self.windows, self.budgets, self.journal = model, plan, windows, list(budgets), journal
+        self.sites = MoEModel.of(model).sites
         self.every = len(windows.ids)
         self.chosen_on = self.every - max(1, self.every // HELD)
         self.reference = Reference()
@@ -244,7 +247,7 @@ class Search:
         if len(rows) >= count:
             return
         self._look([policy])
-        with attached(self.model, self.plan, policy) as runtime:
+        with attached(self.model, self.plan, policy, self.sites) as runtime:
             while len(rows) < count:
                 rows.append(self._row(runtime, len(rows), self._taus(policy)))
                 self.journal.save()

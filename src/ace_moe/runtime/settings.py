@@ -40,8 +40,8 @@ def policy_for(
     known = _recommended(plan, served, workload) if policy == AUTO and preset is None else None
     if known is None:
         return choose(policy, preset, **settings)
-    name = known.get("policy")
-    if name not in POLICIES:  # a file may not say which code is run
+    name = known.get("policy") if isinstance(known, Mapping) else known
+    if not isinstance(name, str) or name not in POLICIES:  # a file may not say which code is run
         raise PlanError(
             f"The plan's own choice is policy {name!r:.80}, which is none of this package. Name the policy you want (--policy)."
         )
