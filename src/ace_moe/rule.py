@@ -198,4 +198,4 @@ def stand_in(ids: Tensor, gates: Tensor, mean: Tensor) -> Tensor:
     skipped = ids < -1
     weights = torch.zeros(len(ids), len(mean), dtype=torch.float32, device=ids.device)
     at = torch.where(skipped, -2 - ids, 0).long()
-    return weights.scatter_add_(1, at, torch.where(skipped, gates.float(), 0.0)) @ mean
+    return weights.scatter_add_(1, at, torch.where(skipped, gates.float(), 0.0)) @ mean.float()

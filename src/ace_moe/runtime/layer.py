@@ -86,7 +86,9 @@ class Layer(nn.Module):
         for name in policy.tables:
             if name not in tables:
                 raise PlanError(missing_table(policy.key, name, policy.calibrated))
-            table = tables[name].detach().to(device, torch.float32, copy=True).contiguous()
+            # of a vector for each expert half the bytes will do: they are read for every skipped slot
+            kind = torch.bfloat16 if name == MEAN and device.type == "cuda" else torch.float32
+            table = tables[name].detach().to(device, kind, copy=True).contiguous()
             self._keep(f"table_{name}", policy.ready(name, table) if name in policy.needs else table)
         form = policy.kernel_rule()
         own = tables[form.factor] if form is not None and form.factor else 1.0
