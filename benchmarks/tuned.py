@@ -22,7 +22,7 @@ from ace_moe.planning import text_for, tune
 from ace_moe.planning.candidates import BASELINE, SCORES, key_of, label
 from ace_moe.planning.evidence import Evidence, Part, logs_at
 from ace_moe.planning.journal import Journal
-from ace_moe.planning.tuning import Search
+from ace_moe.planning.trials import Trials
 from ace_moe.policies import PRESETS, TokenPolicy, make
 from ace_moe.provenance import file_hash, provenance
 from ace_moe.statistics import relative_change
@@ -30,7 +30,7 @@ from ace_moe.statistics import relative_change
 ALLOWED = 0.05  # how far the choice may be behind the best candidate
 
 
-def measure(search: Search, policies: list[TokenPolicy], count: int) -> dict[str, Any]:
+def measure(search: Trials, policies: list[TokenPolicy], count: int) -> dict[str, Any]:
     """By candidate: KL at each budget, change of perplexity, KL by window for pairs."""
     found, part, tokens = {}, Part(0, count), search.windows.ids.shape[1] - 1
     tell = Evidence(search.journal, search.budgets, part, tokens)
@@ -126,8 +126,8 @@ def main() -> None:
     policies = listed(tuned, options.candidates)
     for text in options.texts:
         read = text_for(model, options.model, text, options.window, options.windows * options.window)
-        search = Search(model, tuned.searched, read, options.budgets, Journal(None, {}))
-        usable = [p for p in policies if search._has(p.tables)]
+        search = Trials(model, tuned.searched, read, options.budgets, Journal(None, {}))
+        usable = [p for p in policies if search.has(p.tables)]
         result["texts"][text.name] = measure(search, usable, len(read.ids))
         print(text.name, f"{time.perf_counter() - start:.0f} s", flush=True)
     result["judged"] = judge(result["texts"], label(tuned.policy), options.budgets)

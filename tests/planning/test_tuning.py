@@ -21,7 +21,7 @@ from ace_moe.plan import Plan, Threshold, Workload
 from ace_moe.planning import factors, tune
 from ace_moe.planning.evidence import Part, log_kl
 from ace_moe.planning.passes import observe
-from ace_moe.planning.tuning import Search
+from ace_moe.planning.trials import Trials
 from ace_moe.policies import PRESETS, make
 from ace_moe.policies.calibration import answers, watch
 from ace_moe.runtime.settings import policy_for
@@ -37,15 +37,15 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """A run that ends in the middle, as by a kill, and one that goes on: the plan, its report, the rows each measured."""
     path = build_plan(MODEL).save(tmp_path_factory.mktemp("tune") / "plan.safetensors")
     rows: list[int] = []
-    stock = Search._row
+    stock = Trials._row
 
-    def counted(self: Search, runtime: Any, number: int, taus: Any) -> Any:
+    def counted(self: Trials, runtime: Any, number: int, taus: Any) -> Any:
         if rows.append(number) or len(rows) == STOPPED + 1:
             raise KeyboardInterrupt
         return stock(self, runtime, number, taus)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Search, "_row", counted)
+        patch.setattr(Trials, "_row", counted)
         assert run_ace("tune", MODEL, "-p", path, "--text", TEXT, *OPTIONS).code == 130
         kept = json.loads(path.with_name(".plan.safetensors.tune").read_text())
         said = run_ace("tune", MODEL, "-p", path, "--text", TEXT, *OPTIONS).json

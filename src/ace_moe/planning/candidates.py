@@ -34,8 +34,8 @@ def shape_of(policy: TokenPolicy) -> TokenPolicy:
 
 def label(policy: TokenPolicy) -> str:
     """ "top_p squared, power, factor_branch_1a2b, floor 2, mean"."""
-    params = [name if value is True else str(value) for name, value in policy.params.items() if name != "compensate"]
-    parts = [" ".join([policy.key, *(p for p in params if p != "max")]), policy.gain]
+    changed = {n: v for n, v in policy.params.items() if v != getattr(type(policy), n) and n != "compensate"}
+    parts = [" ".join([policy.key, *(n if v is True else f"{n}={v}" for n, v in changed.items())]), policy.gain]
     parts += [policy.factor] if policy.factor else []
     parts += [f"floor {policy.min_active}"] if policy.min_active > 1 else []
     return ", ".join([*parts, *(["mean"] if policy.compensate else [])])

@@ -7,6 +7,7 @@ asked: what a candidate realises more or less is taken out along the slope of it
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -17,30 +18,25 @@ import torch
 from transformers import PreTrainedModel
 
 from .. import progress
-from ..checkpoint import MoEModel
-from ..errors import StructureError, TextError
-from ..fidelity import Reference, compare
+from ..errors import TextError
 from ..plan import Plan
 from ..policies import TokenPolicy
 from ..policies.base import MEAN
-from ..runtime import Runtime
 from ..runtime.settings import check_budget
-from ..scoring import predict, predicts, window_nll
-from ..tables.build import add_tables
-from ..text import Windows, windows_of
+from ..scoring import predicts
+from ..text import Windows
 from ..version import __version__
 from . import candidates, factors
-from .candidates import BASELINE, key_of, shape_of
+from .candidates import BASELINE, key_of
 from .evidence import Evidence, Part, log_kl, loss
 from .journal import Journal
-from .passes import attached, observe, read_through
 from .recipe import Save, map_budgets
+from .trials import Trials
 
 ROUNDS = (2, 4, 6)  # windows that a stage's candidates have read after each round
 BEST, KEPT = 3, 3  # candidates that a stage hands on; one in so many of a round's goes on
 LEAST = 4  # windows of a text
 HELD = 4  # one window in so many is not chosen on
-LOOKED_AT = 4  # windows of the dense pass that thresholds come from
 CLOSE = math.log(1.02)  # KL this close is equal; perplexity decides then
 
 
@@ -116,19 +112,12 @@ def _identity(model: PreTrainedModel, plan: Plan, windows: Windows, budgets: Seq
     }
 
 
-class Search:
+class Search(Trials):
     """Candidates on one model and text. Windows in front are chosen on, those behind are held out."""
 
-    def __init__(
-        self, model: PreTrainedModel, plan: Plan, windows: Windows, budgets: Sequence[float], journal: Journal
-    ):
-        self.model, self.plan, self.windows, self.budgets, self.journal = model, plan, windows, list(budgets), journal
-        self.sites = MoEModel.of(model).sites
-        self.every = len(windows.ids)
+    def __init__(self, *given: Any):
+        super().__init__(*given)
         self.chosen_on = self.every - max(1, self.every // HELD)
-        self.reference = Reference()
-        self.policies: dict[str, TokenPolicy] = {}
-        self.task: progress.Task | None = None
 
     # ---- stages -------------------------------------------------------------------------------------------------
 
@@ -140,7 +129,7 @@ class Search:
             best = self.stage([*best, *candidates.gains(best, self._fitted(best[0]))])
             best = self.stage([*best, *candidates.factors(best, self._factors(best[0]))])
             plain = best = self.stage([*best, *candidates.floors(best)])
-            if mean and self._has([MEAN]):
+            if mean and self.has([MEAN]):
                 best = self.stage([*best, *candidates.means(best)])
             for policy in dict.fromkeys([*plain, *best, BASELINE]):
                 self.measure(policy, self.every)
@@ -149,8 +138,8 @@ class Search:
     def stage(self, pool: Iterable[TokenPolicy]) -> list[TokenPolicy]:
         """The best of a pool, of which fewer go on each time that more windows are read."""
         left = [p for p in dict.fromkeys(pool) if candidates.usable(self.plan, p, self.budgets)]
-        left = [p for p in left if self._has(p.tables)]
-        self._look(left)
+        left = [p for p in left if self.has(p.tables)]
+        self.look(left)
         for count in ROUNDS:
             count = min(count, self.chosen_on)
             for policy in left:
@@ -163,14 +152,6 @@ class Search:
         sizes = [len(candidates.SCORES), BEST * 5 + 1, BEST * 3, BEST * 2, BEST * 3 if mean else 0]
         each = [2 * n + 2 * math.ceil((n + BEST) / KEPT) + 2 * BEST for n in sizes]
         return sum(each) + 2 * BEST * max(0, self.every - ROUNDS[-1])
-
-    def _has(self, tables: Iterable[str]) -> bool:
-        """Whether the model has these tables; what comes from weights is computed."""
-        try:
-            self.plan = add_tables(self.plan, tables, self.model)
-        except StructureError:
-            return False
-        return True
 
     # ---- tables that the text gives -----------------------------------------------------------------------------
 
@@ -199,11 +180,11 @@ class Search:
 
     def _mark(self, policy: TokenPolicy | None = None) -> str:
         """What tells tables of other texts and candidates apart: thresholds hold for one table alone."""
-        text = torch.tensor(list((self.windows.workload.sha256 + (key_of(policy) if policy else "")).encode()))
-        return windows_of(text.view(1, -1), "").workload.sha256[:8]
+        of = self.windows.workload.sha256 + ("" if policy is None else key_of(policy))
+        return hashlib.sha256(of.encode()).hexdigest()[:8]
 
     def _middle(self, policy: TokenPolicy) -> float:
-        return self._taus(policy)[len(self.budgets) // 2]
+        return self.taus(policy)[len(self.budgets) // 2]
 
     def _numbered(self, name: str, make: Any) -> str:
         """The table with one number a layer, made once."""
@@ -222,63 +203,7 @@ class Search:
         made = {"params": {}, "workload": vars(self.windows.workload)}
         return plan.with_tables(new, made, guarded=guarded) if names else plan
 
-    # ---- measurements -------------------------------------------------------------------------------------------
-
-    def _look(self, policies: Sequence[TokenPolicy]) -> None:
-        """Thresholds of the unskipped model for all of these, by one pass."""
-        shapes = {key_of(shape_of(p)): shape_of(p) for p in policies}
-        new = {key: shape for key, shape in shapes.items() if key not in self.journal.taus}
-        if not new:
-            return
-        part = windows_of(self.windows.ids[:LOOKED_AT], "")
-        _, seen = observe(self.model, self.plan, new, lambda: read_through(self.model, part))
-        for key, histogram in seen.items():
-            self.journal.taus[key] = [histogram.threshold(budget) for budget in self.budgets]
-        self.journal.save()
-
-    def _taus(self, policy: TokenPolicy) -> list[float]:
-        return self.journal.taus[key_of(shape_of(policy))]
-
-    @torch.inference_mode()
-    def measure(self, policy: TokenPolicy, count: int) -> None:
-        """The candidate on the first `count` windows at every budget; what was measured before is not measured again."""
-        self.policies[key_of(policy)] = policy
-        rows = self.journal.rows.setdefault(key_of(policy), [])
-        if len(rows) >= count:
-            return
-        self._look([policy])
-        with attached(self.model, self.plan, policy, self.sites) as runtime:
-            while len(rows) < count:
-                rows.append(self._row(runtime, len(rows), self._taus(policy)))
-                self.journal.save()
-                if self.task is not None:
-                    self.task.advance()
-
-    def _row(self, runtime: Runtime, number: int, taus: Sequence[float]) -> list[list[float]]:
-        ids = self.windows.ids[number : number + 1]
-        row = []
-        for tau in taus:
-            whole = self.reference.of(number, lambda: self._whole(runtime, number))
-            runtime.set(torch.full((3,), tau))
-            runtime.reset()
-            logits = predict(self.model, ids)
-            kl, agreement, _ = compare(whole, logits)[0].tolist()
-            row.append([kl, agreement, float(window_nll(logits, ids.to(logits.device))[0]), runtime.realised])
-        return row
-
-    def _whole(self, runtime: Runtime, number: int) -> torch.Tensor:
-        """The unskipped model's logits of a window, and its loss."""
-        ids = self.windows.ids[number : number + 1]
-        with runtime.aside():
-            logits = predict(self.model, ids)
-        lost = float(window_nll(logits, ids.to(logits.device))[0])
-        self.journal.numbers.setdefault("unskipped", {})[str(number)] = lost
-        return logits
-
     # ---- what is best -------------------------------------------------------------------------------------------
-
-    def ranked(self, policies: Iterable[TokenPolicy], part: Part) -> list[TokenPolicy]:
-        return sorted(policies, key=lambda p: log_kl(self.journal.rows[key_of(p)], self.budgets, part))
 
     def choose(self, best: Sequence[TokenPolicy]) -> tuple[TokenPolicy, TokenPolicy]:
         """(choice, runner-up): the least KL, among equals the least perplexity; never what is worse than the gate share on the
