@@ -6,7 +6,6 @@ python benchmarks/tuned_page.py
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +24,6 @@ def kls(values: list[float]) -> str:
     return " / ".join(f"{kl:.4f}" for kl in values)
 
 
-def plain(label: str) -> str:
-    """Without the marks of tables."""
-    return re.sub(r"(factor|gain)_([a-z]+)_[0-9a-f]{8}", r"\1 \2", label).replace("factor_first", "factor first")
-
-
 def quality(found: list[dict[str, Any]]) -> str:
     lines = [
         "| model | chosen | its KL | `share`, `power` | `ace`, `power` | paper | behind the best candidate |",
@@ -38,7 +32,7 @@ def quality(found: list[dict[str, Any]]) -> str:
     for r in found:
         judged = r["judged"]
         mean = judged["mean_kl"]
-        cells = [r["model"], plain(judged["auto"]), *(kls(mean[n]) for n in (judged["auto"], SHARE, ACE, PAPER))]
+        cells = [r["model"], judged["auto"], *(kls(mean[n]) for n in (judged["auto"], SHARE, ACE, PAPER))]
         lines.append(f"| {' | '.join(cells)} | {judged['behind']:.1%} of {len(mean)} |".replace("%", " %"))
     return "\n".join(lines) + "\n"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -33,12 +34,20 @@ def shape_of(policy: TokenPolicy) -> TokenPolicy:
 
 
 def label(policy: TokenPolicy) -> str:
-    """ "top_p squared, power, factor_branch_1a2b, floor 2, mean"."""
+    """ "top_p squared, power, factor branch, floor 2, mean"."""
     changed = {n: v for n, v in policy.params.items() if v != getattr(type(policy), n) and n != "compensate"}
-    parts = [" ".join([policy.key, *(n if v is True else f"{n}={v}" for n, v in changed.items())]), policy.gain]
-    parts += [policy.factor] if policy.factor else []
+    parts = [
+        " ".join([policy.key, *(n if v is True else f"{n}={v}" for n, v in changed.items())]),
+        _called(policy.gain),
+    ]
+    parts += [_called(policy.factor)] if policy.factor else []
     parts += [f"floor {policy.min_active}"] if policy.min_active > 1 else []
     return ", ".join([*parts, *(["mean"] if policy.compensate else [])])
+
+
+def _called(table: str) -> str:
+    """A table's name without the mark of its text; another gain is as it is."""
+    return re.sub(r"_[0-9a-f]{8}$", "", table).replace("_", " ")
 
 
 def usable(plan: Plan, policy: TokenPolicy, budgets: Sequence[float]) -> bool:
