@@ -9,7 +9,7 @@ from test_tables import random_layer
 import zoo
 from ace_moe import ACE, build_plan, rule
 from ace_moe.checkpoint import MoEModel
-from ace_moe.errors import PolicyError
+from ace_moe.errors import IntegrationError, PolicyError
 from ace_moe.integrations.vllm.settings import check_policy
 from ace_moe.plan import Plan
 from ace_moe.policies import make
@@ -102,7 +102,12 @@ def test_a_plan_keeps_the_table(model, tmp_path):
     assert Plan.load(path) == ace.plan and ace.plan.shapes == {"mean_output": ("experts", "hidden")}
 
 
-def test_refused_where_nothing_can_stand_in():
+def test_refused_where_nothing_can_stand_in(model):
+    """vLLM, and ranks that would each add it."""
+    vars(model)["_tp_size"] = 2
+    with pytest.raises(IntegrationError, match="tensor-parallel"), ACE(build_plan(model), **MEAN)(model):
+        pass
+    vars(model).pop("_tp_size")
     with pytest.raises(PolicyError, match="cannot be served"):
         check_policy(make("share", compensate="mean"))
     with pytest.raises(PolicyError, match="compensate is mean"):

@@ -95,6 +95,8 @@ class Attachment:
                 )
             _refuse_adapters(model, site)
             layer = self._add(module, site, self._pass(model, site.path))
+            if layer.mean is not None:
+                _refuse_mean(model, module)
             if not is_registered(module):
                 self._hook_unregistered(site.path, module, layer)
             if layer.policy.needs_logits:
@@ -132,11 +134,6 @@ class Attachment:
 
     def _hook_unregistered(self, path: str, module: nn.Module, layer: Layer) -> None:
         """A class outside the registry that is called the same way, if its own loop leaves sentinel slots out."""
-        if layer.mean is not None:
-            raise IntegrationError(
-                f"{path} ({type(module).__name__}) is outside transformers' experts registry, where nothing can stand in for "
-                "skipped slots. Leave `compensate` out."
-            )
         if not leaves_sentinels_out(module):
             raise IntegrationError(
                 f"{path} ({type(module).__name__}) is outside transformers' experts registry and its own loop does not "
@@ -318,6 +315,16 @@ def device_of(module: nn.Module) -> torch.device:
     if parked is None:
         return next(module.parameters()).device
     return torch.device(parked if not isinstance(parked, int) else f"cuda:{parked}")
+
+
+def _refuse_mean(model: nn.Module, module: nn.Module) -> None:
+    """What stands in for skipped slots is added once, behind experts that we run."""
+    own = "" if is_registered(module) else f"{type(module).__name__} is outside transformers' experts registry"
+    spread = "every rank of a tensor-parallel model would add it" if (getattr(model, "_tp_size", None) or 1) > 1 else ""
+    if own or spread:
+        raise IntegrationError(
+            f"Nothing can stand in for skipped slots here: {own or spread}. Leave `compensate` out, or name another --policy."
+        )
 
 
 def _refuse_adapters(model: nn.Module, site: Site) -> None:
