@@ -89,6 +89,7 @@ def listed(tuned: Any, number: int) -> list[TokenPolicy]:
     named = [tuned.policy, make(tuned.recommendation["served"]["policy"], **tuned.recommendation["served"]["params"],
                                 **_common(tuned.recommendation["served"])), PRESETS["paper"], make("ace"), BASELINE]  # fmt: skip
     twins = [make(p, compensate=None) for p in tried[: number or len(tried)] if p.compensate]
+    twins += [make(tuned.policy, compensate=how) for how in (None, "mean")]
     return list(dict.fromkeys([*named, *tried[: number or len(tried)], *twins, *rest]))  # type: ignore[list-item]
 
 

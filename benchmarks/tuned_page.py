@@ -33,7 +33,7 @@ def quality(found: list[dict[str, Any]]) -> str:
         judged = r["judged"]
         mean = judged["mean_kl"]
         cells = [r["model"], judged["auto"], *(kls(mean[n]) for n in (judged["auto"], SHARE, ACE, PAPER))]
-        lines.append(f"| {' | '.join(cells)} | {judged['behind']:.1%} of {len(mean)} |".replace("%", " %"))
+        lines.append(f"| {' | '.join(cells)} | {judged['behind']:.1%} ({len(mean)} measured) |".replace("%", " %"))
     return "\n".join(lines) + "\n"
 
 
@@ -45,7 +45,7 @@ def told(found: list[dict[str, Any]]) -> str:
     return (
         f"Tuned on WikiText-103's validation text; KL at {budgets}, in the mean over {len(first['texts'])} other texts "
         f"({', '.join(first['texts'])}; {size}). Last column: how far the choice is behind the best candidate "
-        "measured there, in the mean over budgets, of how many.\n\n"
+        "measured there, in the mean over budgets.\n\n"
     )
 
 
