@@ -1,8 +1,8 @@
 """Two versions of this package timed in one run: each in a process of its own that holds the model, asked in turn.
 
-    python benchmarks/against.py OTHER/src --decode 1,4,16,64 --prefill 1024x4 --skip 0,0.6 -o against_h200.json
+    python benchmarks/against.py OTHER --decode 1,4,16,64 --prefill 1024x4 --skip 0,0.6 -o against_h200.json
 
-`OTHER/src` is the source folder of the version to compare with (`git worktree add OTHER COMMIT`). Both decide by the same
+`OTHER` is the folder of the version to compare with (`git worktree add OTHER COMMIT`). Both decide by the same
 thresholds, found with this version, so both run the same slots; each round times one after the other, and what is compared
 are medians over the rounds.
 """
@@ -11,14 +11,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve().parents[1] / "src"
+sys.path.append(str(Path(__file__).parent))  # behind the version's own
+
+from versions import HERE, Version, serve
+
 ROUNDS = 7
 
 
@@ -68,48 +69,7 @@ class Worker:
         return (found.wall if found.gpu is None else found.gpu), self.ace.realised
 
 
-def serve(options: argparse.Namespace) -> None:
-    """Answer requests, one JSON line each."""
-    worker = Worker(options.shape, options.layers, options.device)
-    print(json.dumps("ready"), flush=True)
-    for line in sys.stdin:
-        name, *arguments = json.loads(line)
-        print(json.dumps(getattr(worker, name)(*arguments)), flush=True)
-
-
 # ---- the comparison -----------------------------------------------------------------------------------------------------
-
-
-class Version:
-    """One version's process, seen from here."""
-
-    def __init__(self, source: Path, options: argparse.Namespace):
-        same = ["--shape", options.shape, "--device", options.device]
-        same += ["--layers", str(options.layers)] if options.layers else []
-        command = [sys.executable, str(Path(__file__).resolve()), "--serve", *same]
-        environment = {**os.environ, "PYTHONPATH": str(source)}
-        self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
-        )
-        self._answer()
-
-    def _answer(self) -> Any:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:  # libraries may print as well
-            try:
-                return json.loads(line)
-            except ValueError:
-                print(line, end="", file=sys.stderr)
-        raise SystemExit("a version's process ended")
-
-    def __getattr__(self, name: str) -> Any:
-        def ask(*arguments: Any) -> Any:
-            assert self.process.stdin is not None
-            self.process.stdin.write(json.dumps([name, *arguments]) + "\n")
-            self.process.stdin.flush()
-            return self._answer()
-
-        return ask
 
 
 def measure(pair: dict[str, Version], size: tuple[str, int, int], ratios: list[float]) -> list[dict[str, Any]]:
@@ -149,20 +109,25 @@ def main() -> None:
     parser.add_argument("-o", "--out", type=Path)
     options = parser.parse_args()
     if options.serve:
-        return serve(options)
-    pair = {"this": Version(HERE, options), "other": Version(options.other.resolve(), options)}
+        return serve(Worker(options.shape, options.layers, options.device))
+    flags = ["--shape", options.shape, "--device", options.device]
+    flags += ["--layers", str(options.layers)] if options.layers else []
+    roots = {"this": HERE, "other": options.other.resolve()}
+    pair = {name: Version(__file__, root, flags) for name, root in roots.items()}
+    for version in pair.values():
+        version.wait()
     rows: list[dict[str, Any]] = []
     for size in sizes(options):
         rows += measure(pair, size, [float(r) for r in options.skip.split(",")])
         if options.out:
             options.out.write_text(json.dumps({"command": command(options), "rows": rows}, indent=1) + "\n")
     for version in pair.values():
-        version.process.kill()
+        version.end()
 
 
 def command(options: argparse.Namespace) -> str:
     flags = f"--shape {options.shape} --decode {options.decode} --prefill {options.prefill} --skip {options.skip}"
-    return f"python benchmarks/against.py OTHER/src {flags}"
+    return f"python benchmarks/against.py OTHER {flags}"
 
 
 if __name__ == "__main__":

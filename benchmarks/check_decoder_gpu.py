@@ -4,10 +4,11 @@
 
 Random models of three families, tiny and of medium size, in fp32 and bf16, batch 1 and 3. `generate` of the uncompiled model
 says the tokens, unskipped without a plan, skipped with the same plan and threshold; the decoder is given them one by one and
-must find each the likeliest, on two prompts one after the other in the same graph, beyond the window: all of them in fp32,
-95 % in bf16, where rounding decides ties and now and then an expert. `gap` is the largest distance to the likeliest, in
-standard deviations of the logits. `forgotten` counts tokens that come out otherwise when the memory is emptied after the
-prompt: a fault there would be seen. Exit status 1 if a bar is missed. Without a GPU it runs without graphs.
+is on two prompts one after the other in the same graph, beyond the window. In fp32 it must find every token the likeliest.
+In bf16 rounding decides ties and now and then an expert: there its logits may be no further from those of the same weights in
+fp32 than the uncompiled model's are (`error` and `plain`: medians over tokens of the relative distance). `forgotten` counts
+tokens whose logits move by more than a hundredth when the memory is emptied after the prompt: a fault there would be seen.
+Exit status 1 if a bar is missed. Without a GPU it runs without graphs.
 """
 
 from __future__ import annotations
@@ -44,7 +45,9 @@ OWN: dict[str, dict[str, Any]] = {
 }
 SIZES = {"tiny": (TINY, 6, 32), "medium": (MEDIUM, 12, 256)}  # changes, layers, width of Gemma's global heads
 PROMPTS = (37, 5)  # tokens: longer and shorter than the window; the second is shorter than the first
-STEPS, EQUAL = 48, {torch.float32: 1.0, torch.bfloat16: 0.95}  # and the least part of tokens that are the same
+DTYPES = (torch.float32, torch.bfloat16)
+STEPS, TAUS = 48, (0.0, 0.125)  # the second is an even share: about half of the slots
+WORSE = 1.25  # times the uncompiled model's error
 
 
 @dataclass
@@ -59,10 +62,11 @@ class Found:
     graph: bool
     tokens: int = 0
     equal: int = 0
-    gap: float = 0.0
+    error: float = 0.0
+    plain: float = 0.0
     forgotten: int = 0
     skipped: float = 0.0
-    error: str = ""
+    failure: str = ""
 
 
 def build(family: str, size: str, dtype: torch.dtype) -> PreTrainedModel:
@@ -78,19 +82,23 @@ def build(family: str, size: str, dtype: torch.dtype) -> PreTrainedModel:
     return model
 
 
-def forced(decoder: Decoder, tokens: Tensor, prompt: int, found: Found) -> None:
-    """The decoder along `generate`'s tokens [B, prompt + STEPS]; where it would have said another, by how much."""
-    logits = decoder.prefill(tokens[:, :prompt])
-    for i in range(prompt, tokens.shape[1]):
-        wanted = tokens[:, i : i + 1]
-        gaps = (logits.max(-1, keepdim=True).values - logits.gather(-1, wanted)).float() / logits.float().std(
-            -1, keepdim=True
-        )
-        found.tokens += len(wanted)
-        found.equal += int((logits.argmax(-1, keepdim=True) == wanted).sum())
-        found.gap = max(found.gap, float(gaps.max()))
-        if i + 1 < tokens.shape[1]:
-            logits = decoder.step(wanted)
+def forced(decoder: Decoder, tokens: Tensor, prompt: int) -> Tensor:
+    """The decoder's logits [STEPS, B, V] along `generate`'s tokens [B, prompt + STEPS]."""
+    found = [decoder.prefill(tokens[:, :prompt]).clone()]
+    found += [decoder.step(tokens[:, i : i + 1]).clone() for i in range(prompt, tokens.shape[1] - 1)]
+    return torch.stack(found)
+
+
+@torch.no_grad()
+def whole(model: PreTrainedModel, tokens: Tensor) -> Tensor:
+    """The same in one pass of the uncompiled model."""
+    return model(input_ids=tokens[:, :-1], use_cache=False, logits_to_keep=STEPS).logits.transpose(0, 1)
+
+
+def distance(found: Tensor, truth: Tensor) -> float:
+    """Median over tokens of the relative distance."""
+    truth = truth.double()
+    return float(((found.double() - truth).norm(dim=-1) / truth.norm(dim=-1)).median())
 
 
 def forget(decoder: Decoder) -> None:
@@ -104,55 +112,73 @@ def forget(decoder: Decoder) -> None:
             view.values.zero_()
 
 
-def check(model: PreTrainedModel, found: Found) -> Found:
-    ace, length = ACE(build_plan(model)), max(PROMPTS) + STEPS
+def check(model: PreTrainedModel, exact: PreTrainedModel, found: Found) -> Found:
+    """`exact`: the same weights in fp32."""
+    plan, length = build_plan(model), max(PROMPTS) + STEPS
     generator = torch.Generator().manual_seed(1)
     prompts = [torch.randint(5, TINY["vocab_size"], (found.batch, n), generator=generator).to(DEVICE) for n in PROMPTS]
-    if not found.threshold:
-        expected = [model.generate(ids, max_new_tokens=STEPS, **GREEDY) for ids in prompts]
-    with ace(model):
-        ace.set_threshold(found.threshold)
-        if found.threshold:
-            expected = [model.generate(ids, max_new_tokens=STEPS, **GREEDY) for ids in prompts]
+    stock = [model.generate(ids, max_new_tokens=STEPS, **GREEDY) for ids in prompts]
+    ace, truth = (ACE(plan, policy="share") for _ in range(2))
+    with ace(model), truth(exact):
+        for one in (ace, truth):
+            one.set_threshold(found.threshold)
+        skipped = [model.generate(ids, max_new_tokens=STEPS, **GREEDY) for ids in prompts]
+        expected = skipped if found.threshold else stock
+        right, plain = ([whole(m, tokens) for tokens in expected] for m in (exact, model))
         decoder = Decoder(model, found.batch, length)
         ace.reset()
-        for ids, tokens in zip(prompts, expected, strict=True):
-            forced(decoder, tokens, ids.shape[1], found)
+        said = [forced(decoder, tokens, ids.shape[1]) for ids, tokens in zip(prompts, expected, strict=True)]
         found.skipped, found.graph = ace.report()["decode"]["realised"], decoder.graph is not None
-        decoder.prefill(prompts[0])
-        forget(decoder)
-        said = [decoder.step(expected[0][:, n : n + 1]).argmax(-1) for n in range(PROMPTS[0], PROMPTS[0] + STEPS - 1)]
-        found.forgotten = int((torch.stack(said, 1) != expected[0][:, PROMPTS[0] + 1 :]).sum())
+        found.tokens = sum(logits[..., 0].numel() for logits in said)
+        wanted = [tokens[:, -STEPS:].T for tokens in expected]
+        found.equal = sum(int((a.argmax(-1) == b).sum()) for a, b in zip(said, wanted, strict=True))
+        found.error = max(distance(a, b) for a, b in zip(said, right, strict=True))
+        found.plain = max(distance(a, b) for a, b in zip(plain, right, strict=True))
+        found.forgotten = _forgotten(decoder, expected[0], said[0])
     return found
 
 
+def _forgotten(decoder: Decoder, tokens: Tensor, said: Tensor) -> int:
+    decoder.prefill(tokens[:, : PROMPTS[0]])
+    forget(decoder)
+    steps = range(PROMPTS[0], tokens.shape[1] - 1)
+    now = torch.stack([decoder.step(tokens[:, n : n + 1]).clone() for n in steps])
+    return int(((now - said[1:]).norm(dim=-1) > 0.01 * said[1:].norm(dim=-1)).sum())
+
+
 def missed(found: Found) -> bool:
-    wrong = found.equal < EQUAL[getattr(torch, found.dtype)] * found.tokens
+    wrong = found.equal < found.tokens if found.dtype == "float32" else found.error > WORSE * found.plain
     blind = found.forgotten == 0 and not found.family.startswith("qwen3-30b")
-    return bool(found.error) or wrong or blind or (DEVICE == "cuda" and not found.graph)
+    return bool(found.failure) or wrong or blind or (DEVICE == "cuda" and not found.graph)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-o", "--out", type=Path)
     parser.add_argument("--sizes", nargs="+", default=list(SIZES), choices=list(SIZES))
+    parser.add_argument("--families", nargs="+", default=list(OWN), choices=list(OWN))
     given = parser.parse_args()
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     rows = []
-    print(f"{'family':16} {'size':7} {'dtype':9} batch    τ  skipped  tokens  equal    gap  forgotten")
-    for size, dtype, family in ((s, d, f) for s in given.sizes for d in EQUAL for f in OWN):
+    print(f"{'family':16} {'size':7} {'dtype':9} batch    τ  skipped  tokens  equal    error    plain  forgotten")
+    for size, dtype, family in ((s, d, f) for s in given.sizes for d in DTYPES for f in given.families):
         model = build(family, size, dtype)
-        for batch, threshold in ((b, t) for b in (1, 3) for t in (0.0, 0.12)):
+        exact = build(family, size, torch.float32)
+        exact.load_state_dict(model.state_dict())
+        for batch, threshold in ((b, t) for b in (1, 3) for t in TAUS):
             torch._dynamo.reset()
             found = Found(family, size, str(dtype).removeprefix("torch."), batch, threshold, graph=False)
             try:
-                check(model, found)
+                check(model, exact, found)
             except Exception as error:  # the table goes on: what fails is said in its row
-                found.error = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+                found.failure = f"{type(error).__name__}: {str(error).splitlines()[0]}"
             rows.append({**asdict(found), "missed": missed(found)})
-            numbers = f"{found.skipped:8.1%} {found.tokens:7} {found.equal:6} {found.gap:6.3f} {found.forgotten:10}"
-            verdict = f"{'MISSED ' if missed(found) else ''}{found.error}"
-            print(f"{family:16} {size:7} {found.dtype:9} {batch:5} {threshold:4} {numbers} {verdict}", flush=True)
+            numbers = f"{found.skipped:8.1%} {found.tokens:7} {found.equal:6} {found.error:8.1e} {found.plain:8.1e}"
+            verdict = f"{'MISSED ' if missed(found) else ''}{found.failure}"
+            print(
+                f"{family:16} {size:7} {found.dtype:9} {batch:5} {threshold:5} {numbers} {found.forgotten:10} {verdict}",
+                flush=True,
+            )
     device = torch.cuda.get_device_name() if DEVICE == "cuda" else "cpu"
     if given.out is not None:
         facts = {"command": "python benchmarks/check_decoder_gpu.py", "device": device, "torch": torch.__version__}

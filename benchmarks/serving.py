@@ -136,6 +136,8 @@ def start(model: Path, options: argparse.Namespace, chunk: int = 16384, **ace: A
     }  # fmt: skip
     memory = {"gpu_memory_utilization": options.memory, "kv_cache_memory_bytes": int(options.cache * 2**30)}
     arguments = {"worker_extension_cls": "serving.BenchWorker", **memory, **graphs}
+    if getattr(options, "offload", 0):
+        arguments |= {"cpu_offload_gb": options.offload, "cpu_offload_params": {"w13_weight", "w2_weight"}}
     llm = LLM(
         str(model), load_format="dummy", skip_tokenizer_init=True, max_model_len=options.length, max_num_seqs=max(SIZES),
         max_num_batched_tokens=chunk, enable_prefix_caching=False, disable_log_stats=False, seed=0, **{**ace, **arguments},
@@ -284,6 +286,7 @@ def main() -> None:
         "--routing", default="fused", help="vllm: its own top-k, then the rule; fused: one kernel for both"
     )
     parser.add_argument("--restore", action="store_true", help="run slots whose expert is read anyway")
+    parser.add_argument("--offload", type=float, default=0, help="GiB of experts in host memory")
     parser.add_argument("--no-stock", action="store_true", help="leave out the engine without the plugin")
     parser.add_argument("--eager", action="store_true", help="no compilation, no CUDA graphs")
     parser.add_argument("--memory", type=float, default=0.46, help="share of the memory for each engine")

@@ -1,11 +1,14 @@
 """The experts' kernels in Triton's interpreter against dense float64."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from kernel_cases import DEVICE
 
 from ace_moe.kernels import experts
 from ace_moe.kernels.activation import GELU_TANH, RELU_SQUARED, SILU, SWIGLU_OAI, Activation, reference
+from ace_moe.kernels.layout import Near
 
 EXPERTS = 12
 
@@ -116,6 +119,22 @@ def test_the_copy_engine_changes_nothing(kind, monkeypatch):
     )
     torch.testing.assert_close(bulk, plain, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(bulk.double(), dense(x, ids, gates, weights), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("tokens", [1, 9])
+def test_copies_beside_the_gpu_are_what_is_read(tokens):
+    """An expert with a copy is not read where all of them are, one without never from the copies: what is not read is spoilt."""
+    weights, near = make_weights(EXPERTS, 20, 12, SILU), torch.tensor([3, 0, 7], device=DEVICE)
+    ids, gates = random_routing(tokens, 3, "free")
+    x = torch.randn(tokens, 20, generator=torch.Generator().manual_seed(2)).to(DEVICE)
+    row = torch.full((EXPERTS,), -1, dtype=torch.int32, device=DEVICE)
+    row[near] = torch.arange(3, dtype=torch.int32, device=DEVICE)
+    copies = Near(
+        row, *(torch.cat([w[near], torch.full_like(w[:1], torch.nan)]) for w in (weights.w_in, weights.w_out))
+    )
+    far = [w.index_fill(0, near, torch.nan) for w in (weights.w_in, weights.w_out)]
+    found = experts.run(x, ids, gates, replace(weights, w_in=far[0], w_out=far[1], near=copies))
+    assert torch.equal(found, experts.run(x, ids, gates, weights))
 
 
 def fp8_weights(e, d, m, block):

@@ -9,7 +9,7 @@ import zoo
 from ace_moe import ACE, build_plan
 from ace_moe.errors import OptionError, PolicyError
 from ace_moe.runtime import row_of
-from ace_moe.runtime.state import NONE
+from ace_moe.runtime.state import NONE, State
 from ace_moe.runtime.tracking import HIGHEST, LOWEST, moved
 
 K, LAYERS = 8, 4
@@ -141,3 +141,9 @@ def test_refusals(demo_plan):
         ACE(demo_plan, control="auto")
     with pytest.raises(PolicyError, match="token by token"):
         ACE(demo_plan, policy="oea", control="track")
+
+
+def test_a_device_has_one_state_whichever_name_it_goes_by():
+    """vLLM says `cuda`, tensors say `cuda:0`: two states would let one move while layers read the other."""
+    state = State()
+    assert state.on(torch.device("cpu", 0)) is state.on(torch.device("cpu"))

@@ -83,7 +83,7 @@ def serve(
     path, named = find_plan(model, plan, Settings.from_dict(config), text)
     config |= {"plan": str(path)} | ({"workload": named} if named else {})
     check(model, Settings.from_dict(config))
-    command = server_command(model, config, context.args)
+    command = server_command(model, config, place_experts(model, context.args))
     if dry_run:
         return print(json.dumps(command))
     os.execv(command[0], command)
@@ -106,6 +106,17 @@ def refuse_flags(flags: list[str]) -> None:
         name = flag.partition("=")[0].replace("_", "-")  # vLLM takes both spellings
         if name in REFUSED:
             raise OptionError(f"ACE does not work with {name}: {REFUSED[name]}. Serve without one of the two.")
+
+
+def place_experts(model: str, flags: list[str]) -> list[str]:
+    """Where a part of the model is to be in host memory: its experts."""
+    from ..checkpoint.model import load_config, resolve
+    from ..integrations.vllm.offload import offload_flags
+
+    flags, said = offload_flags(flags, load_config(resolve(model)))
+    if said:
+        note(said)
+    return flags
 
 
 def find_plan(model: str, plan: Path | None, settings: Any, text: Path | None) -> tuple[Path, str | None]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from ..errors import IntegrationError, OptionError, brief
 from ..integrations.transformers import attached_to
+from ..integrations.transformers.host import hosted, place_experts, settle
 from .attention import IMPLEMENTATION, workspace
 from .layerwise import compiled_layers, decoder_layers, recording
 from .static import StepCache, check
@@ -33,6 +34,14 @@ def tuned(batch: int) -> dict[str, Any]:
     return {"coordinate_descent_tuning": batch == 1, **early}
 
 
+def _gpu(model: PreTrainedModel) -> torch.device:
+    if not torch.cuda.is_available():
+        raise IntegrationError(
+            "Experts in host memory are for a GPU that is too small for them, and there is none here."
+        )
+    return model.device if model.device.type == "cuda" else torch.device("cuda", torch.cuda.current_device())
+
+
 class Decoder:
     """Greedy decoding of `batch` sequences of at most `length` tokens, without padding."""
 
@@ -43,9 +52,19 @@ class Decoder:
         length: int,
         attention: str = IMPLEMENTATION,
         captured: bool | None = None,
+        experts: Literal["device", "host"] = "device",
+        resident: float = 0.0,
         **options: Any,
     ):
-        """`captured`: whether steps are compiled and become a graph; by default on a GPU. `options` go to the compiler."""
+        """`captured`: whether steps are compiled and become a graph; by default on a GPU. `options` go to the compiler.
+
+        `experts="host"` moves the model to the GPU but for its experts, of which the part `resident` has copies there;
+        then attach a plan: its kernels read what a step needs over the bus.
+        """
+        if experts not in ("device", "host"):
+            raise OptionError(f'experts is "device" or "host", not {experts!r}.')
+        if experts == "host":
+            place_experts(model, _gpu(model), resident)
         self.model, self.batch, self.length, self.attention = model, batch, length, attention
         self.captured = model.device.type == "cuda" if captured is None else captured
         self.options = options or tuned(batch)
@@ -63,6 +82,10 @@ class Decoder:
             raise OptionError(
                 f"This decoder takes {self.batch} sequences of 1 to {self.length - 1} tokens, not {tuple(ids.shape)}."
             )
+        if hosted(self.model) and attached_to(self.model) is None:
+            raise IntegrationError(
+                "Experts in host memory are read by a plan's kernels: attach one, at threshold 0 if need be."
+            )
         prompt = DynamicCache(config=self.model.config)
         with self._phase("prefill"):
             out = self._read(ids, prompt)
@@ -70,6 +93,10 @@ class Decoder:
             self.cache = StepCache(prompt, self.length, self.model.device)
         self.cache.fill(prompt, ids.shape[1])
         return out
+
+    def settle(self, ids: Tensor) -> None:
+        """Run a text [B, S] and keep copies of the experts it used most on the GPU, where there is room for copies."""
+        settle(self.model, lambda: self.prefill(ids))
 
     def _read(self, ids: Tensor, prompt: DynamicCache) -> Tensor:
         try:

@@ -6,6 +6,9 @@ CUDA graph; which slots are skipped is decided on the device.
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import lru_cache
+
 import torch
 import triton
 from torch import Tensor
@@ -20,6 +23,7 @@ __all__ = ["ONE", "Layout", "Weights", "run"]
 
 ONE = 4  # tokens up to which a product per slot is fastest
 SORTED = 1024  # slots up to which one program sorts them
+STAGED = 8  # slots per expert from which a layer in host memory is copied whole: tiles would read experts repeatedly
 BULK: bool | None = None  # whether the copy engine fetches weights; None: where there is one
 # whether few tokens run side by side, so that an expert two of them need is read once; None: where there are two
 BESIDE: bool | None = None
@@ -34,9 +38,30 @@ def run(x: Tensor, ids: Tensor, gates: Tensor, weights: Weights, mean: Tensor | 
     if x.shape[0] == 0:
         return torch.empty_like(x)
     x, ids, gates = x.contiguous(), ids.contiguous(), gates.contiguous()
+    if weights.w_in.device != x.device and ids.numel() >= STAGED * weights.shape[0]:
+        weights = _staged(weights, x.device)
     if x.shape[0] <= ONE and not weights.layout.transposed:  # transposed rows are not contiguous
         return _one(x, ids, gates, weights, mean)
     return _many(x, ids, gates, weights, mean)
+
+
+def _staged(weights: Weights, device: torch.device) -> Weights:
+    """A layer's weights copied to the GPU, where the next layer's will follow them."""
+    w_in, w_out = (
+        _scratch(w.shape, w.dtype, device).copy_(w, non_blocking=True) for w in (weights.w_in, weights.w_out)
+    )
+    return replace(weights, w_in=w_in, w_out=w_out, near=None)
+
+
+@lru_cache(maxsize=4)
+def _scratch(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device=device)
+
+
+def _near(weights: Weights, w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(all experts' weights, where copies beside the GPU are, the copies); without copies stand-ins that are never read."""
+    near = weights.near
+    return (w, w, w) if near is None else (w, near.row, near.w_in if w is weights.w_in else near.w_out)
 
 
 def _factors(s: Tensor | None, stand_in: Tensor) -> tuple[Tensor, int, int, int]:
@@ -74,17 +99,19 @@ def _one(x: Tensor, ids: Tensor, gates: Tensor, weights: Weights, mean: Tensor |
     b_in, b_out = _or(weights.b_in, x), _or(weights.b_out, x)
     s_in, *in_factors = _factors(weights.s_in, x)
     s_out, *out_factors = _factors(weights.s_out, x)
-    beside = int(tokens > 1 if BESIDE is None else BESIDE)
+    beside, near = int(tokens > 1 if BESIDE is None else BESIDE), weights.near is not None
     up, down = (triton.cdiv(m, tiles.bn_up), tokens * k), (triton.cdiv(d, tiles.bn_down), tokens)
     one_kernel.one_up[up[::-1] if beside else up](
-        x, ids, weights.w_in, s_in, b_in, h, experts, d, m, x.stride(0), *weights.strides(weights.w_in), *in_factors,
-        b_in.stride(0), TOP_K=k, BESIDE=beside, **early, **_up_options(weights, tiles, d),
+        x, ids, *_near(weights, weights.w_in), s_in, b_in, h, experts, d, m, x.stride(0),
+        *weights.strides(weights.w_in), *in_factors, b_in.stride(0), TOP_K=k, BESIDE=beside, NEAR=near, **early,
+        **_up_options(weights, tiles, d),
     )  # fmt: skip
     one_kernel.one_down[down[::-1] if beside else down](
-        h, ids, gates, _or(mean, x), weights.w_out, s_out, b_out, y, experts, d, m, *weights.strides(weights.w_out),
-        *out_factors, MEAN=mean is not None, TOP_K=k, KP=power_of_two(k), KC=min(tiles.bm, power_of_two(k)),
-        KSTEPS=triton.cdiv(m, tiles.bk_down),
-        AHEAD=tiles.stages_down, BESIDE=beside, **early, **_down_options(weights, tiles, m),
+        h, ids, gates, _or(mean, x), *_near(weights, weights.w_out), s_out, b_out, y, experts, d, m,
+        *weights.strides(weights.w_out), *out_factors,
+        TOP_K=k, KP=power_of_two(k), KC=min(tiles.bm, power_of_two(k)), KSTEPS=triton.cdiv(m, tiles.bk_down),
+        AHEAD=tiles.stages_down, BESIDE=beside, NEAR=near, MEAN=mean is not None, **early,
+        **_down_options(weights, tiles, m),
     )  # fmt: skip
     return y
 
@@ -97,7 +124,7 @@ def _many(x: Tensor, ids: Tensor, gates: Tensor, weights: Weights, mean: Tensor 
     h = torch.empty(slots, m, dtype=x.dtype, device=x.device)
     parts = torch.empty(slots, d, dtype=x.dtype, device=x.device)
     y = torch.empty(tokens, d, dtype=x.dtype, device=x.device)
-    bulk = BULK if BULK is not None else large
+    bulk = (BULK if BULK is not None else large) and weights.w_in.device == x.device
     desc_in, desc_out = (
         _bulk(weights, w, shape) if bulk else None
         for w, shape in ((weights.w_in, (tiles.bn_up, tiles.bk_up)), (weights.w_out, (tiles.bn_down, tiles.bk_down)))
@@ -105,14 +132,14 @@ def _many(x: Tensor, ids: Tensor, gates: Tensor, weights: Weights, mean: Tensor 
     b_in, b_out = _or(weights.b_in, x), _or(weights.b_out, x)
     s_in, *in_factors = _factors(weights.s_in, x)
     s_out, *out_factors = _factors(weights.s_out, x)
-    shared = {"BM": tiles.bm, "TAIL": tiles.tail, **early}
+    shared = {"BM": tiles.bm, "TAIL": tiles.tail, "NEAR": weights.near is not None, **early}
     many_kernel.many_up[(triton.cdiv(m, tiles.bn_up), len(where[-1]))](
-        x, *where, weights.w_in, x if desc_in is None else desc_in, s_in, b_in, h, d, m, x.stride(0),
+        x, *where, *_near(weights, weights.w_in), x if desc_in is None else desc_in, s_in, b_in, h, d, m, x.stride(0),
         *weights.strides(weights.w_in), *in_factors, b_in.stride(0), TOP_K=k, BULK=desc_in is not None, **shared,
         **_up_options(weights, tiles, d),
     )  # fmt: skip
     many_kernel.many_down[(triton.cdiv(d, tiles.bn_down), len(where[-1]))](
-        h, gates, *where, weights.w_out, x if desc_out is None else desc_out, s_out, b_out, parts, d, m,
+        h, gates, *where, *_near(weights, weights.w_out), x if desc_out is None else desc_out, s_out, b_out, parts, d, m,
         *weights.strides(weights.w_out), *out_factors, BULK=desc_out is not None, **shared,
         **_down_options(weights, tiles, m),
     )  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -57,9 +58,20 @@ def _fp8_block(module: nn.Module) -> tuple[int, int] | str:
     return rows, columns
 
 
+class Near(NamedTuple):
+    """Copies of R experts beside the GPU, while the weights of all are in host memory."""
+
+    row: Tensor  # [E] int32: where an expert's copy is, -1 where it has none
+    w_in: Tensor  # [R, …]
+    w_out: Tensor
+
+
 @dataclass(frozen=True)
 class Weights:
-    """The tensors of one layer's experts, with strides (expert, row, column) in one orientation."""
+    """The tensors of one layer's experts, with strides (expert, row, column) in one orientation.
+
+    The two products' weights may lie in pinned host memory; the kernels then read what they need over the bus.
+    """
 
     w_in: Tensor
     w_out: Tensor
@@ -68,6 +80,7 @@ class Weights:
     layout: Layout
     s_in: Tensor | None = None
     s_out: Tensor | None = None
+    near: Near | None = None
 
     @property
     def shape(self) -> tuple[int, int, int]:

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from .launch import take_turn
-from .products_kernel import dot_down, dot_up, stand_in
+from .products_kernel import dot_down, dot_up, first_of, stand_in
 
 
 @triton.jit
@@ -34,11 +34,11 @@ def _up_tile(
 
 @triton.jit
 def many_up(
-    x, order, used, tile_expert, tile_start, tile_rows, w, desc, s, b, h, d, m, x_row, w_expert, w_row, w_col, s_expert,
-    s_row, s_col, b_row,
+    x, order, used, tile_expert, tile_start, tile_rows, w, near, near_w, desc, s, b, h, d, m, x_row, w_expert, w_row,
+    w_col, s_expert, s_row, s_col, b_row,
     TOP_K: tl.constexpr, BM: tl.constexpr, TAIL: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr,
     GATED: tl.constexpr, INTERLEAVED: tl.constexpr, BIAS: tl.constexpr, KIND: tl.constexpr, ALPHA: tl.constexpr,
-    LIMIT: tl.constexpr, QN: tl.constexpr, QK: tl.constexpr, BULK: tl.constexpr, EARLY: tl.constexpr,
+    LIMIT: tl.constexpr, QN: tl.constexpr, QK: tl.constexpr, BULK: tl.constexpr, NEAR: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """h [S, m] for the kept slots, in slot order. Grid (tiles of m, tiles of slots)."""
     take_turn(EARLY)
@@ -49,7 +49,7 @@ def many_up(
     n0 = tl.program_id(0) * BN
     start = tl.load(tile_start + t)
     count = tl.load(tile_rows + t)
-    w += e.to(tl.int64) * w_expert
+    w = first_of(e, w, near, near_w, w_expert, True, NEAR)
     s += e.to(tl.int64) * s_expert
     b += e * b_row
     if TAIL < BM:
@@ -86,10 +86,10 @@ def _down_tile(
 
 @triton.jit
 def many_down(
-    h, gates, order, used, tile_expert, tile_start, tile_rows, w, desc, s, b, parts, d, m, w_expert, w_row, w_col,
+    h, gates, order, used, tile_expert, tile_start, tile_rows, w, near, near_w, desc, s, b, parts, d, m, w_expert, w_row, w_col,
     s_expert, s_row, s_col,
     BM: tl.constexpr, TAIL: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr, BIAS: tl.constexpr,
-    QN: tl.constexpr, QK: tl.constexpr, BULK: tl.constexpr, EARLY: tl.constexpr,
+    QN: tl.constexpr, QK: tl.constexpr, BULK: tl.constexpr, NEAR: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """parts [S, d] ← gate · (h W_downᵀ) for the kept slots. Grid (tiles of d, tiles of slots)."""
     take_turn(EARLY)
@@ -100,7 +100,7 @@ def many_down(
     n0 = tl.program_id(0) * BN
     start = tl.load(tile_start + t)
     count = tl.load(tile_rows + t)
-    w += e.to(tl.int64) * w_expert
+    w = first_of(e, w, near, near_w, w_expert, True, NEAR)
     s += e.to(tl.int64) * s_expert
     b += e * d
     if TAIL < BM:

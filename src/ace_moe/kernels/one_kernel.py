@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from .launch import take_turn
-from .products_kernel import finish_up, stand_in
+from .products_kernel import finish_up, first_of, stand_in
 
 
 @triton.jit
@@ -28,10 +28,10 @@ def _row_dot(
 
 @triton.jit
 def one_up(
-    x, ids, w, s, b, h, E, d, m, x_row, w_expert, w_row, w_col, s_expert, s_row, s_col, b_row,
+    x, ids, w, near, near_w, s, b, h, E, d, m, x_row, w_expert, w_row, w_col, s_expert, s_row, s_col, b_row,
     TOP_K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr, GATED: tl.constexpr,
     INTERLEAVED: tl.constexpr, BIAS: tl.constexpr, KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
-    QN: tl.constexpr, QK: tl.constexpr, BESIDE: tl.constexpr, EARLY: tl.constexpr,
+    QN: tl.constexpr, QK: tl.constexpr, BESIDE: tl.constexpr, NEAR: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """h [S, m] ← act of the up product, slot by slot. Grid (tiles of m, S), or BESIDE (S, tiles of m)."""
     take_turn(EARLY)
@@ -43,7 +43,7 @@ def one_up(
     inside = n < m
     gate_row = n * 2 if INTERLEAVED else n
     up_row = gate_row + 1 if INTERLEAVED else n + m
-    base = w + e.to(tl.int64) * w_expert
+    base = first_of(e, w, near, near_w, w_expert, True, NEAR)
     factors = s + e.to(tl.int64) * s_expert
     q = QN if QK > 0 else 1
     gate = tl.zeros((BN,), tl.float32)
@@ -72,15 +72,16 @@ def _step(q, e, order, total, KC: tl.constexpr, KSTEPS: tl.constexpr, BK: tl.con
 
 @triton.jit
 def _fetch(
-    q, e, order, total, n, w, d, m, w_expert, w_row, w_col,
-    KC: tl.constexpr, KSTEPS: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr,
+    q, e, order, total, n, w, near, near_w, d, m, w_expert, w_row, w_col,
+    KC: tl.constexpr, KSTEPS: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr, NEAR: tl.constexpr,
 ):  # fmt: skip
     """The weights [KC, BN, BK] of step q, on their way from memory."""
     _, expert, there, start = _step(q, e, order, total, KC, KSTEPS, BK)
     k = start + tl.arange(0, BK)
     mask = there[:, None, None] & (n < d)[None, :, None]
     mask = mask if EVEN else mask & (k < m)[None, None, :]
-    rows = w + expert.to(tl.int64)[:, None, None] * w_expert + n[None, :, None] * w_row
+    base = first_of(expert, w, near, near_w, w_expert, there, NEAR)
+    rows = base[:, None, None] + n[None, :, None] * w_row
     return tl.load(rows + k[None, None, :] * w_col, mask=mask, other=0.0, eviction_policy="evict_first")
 
 
@@ -106,10 +107,10 @@ def _weigh(
 
 @triton.jit
 def one_down(
-    h, ids, gates, mean, w, s, b, y, E, d, m, w_expert, w_row, w_col, s_expert, s_row, s_col,
+    h, ids, gates, mean, w, near, near_w, s, b, y, E, d, m, w_expert, w_row, w_col, s_expert, s_row, s_col,
     TOP_K: tl.constexpr, KP: tl.constexpr, KC: tl.constexpr, KSTEPS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     EVEN: tl.constexpr, BIAS: tl.constexpr, QN: tl.constexpr, QK: tl.constexpr, AHEAD: tl.constexpr,
-    BESIDE: tl.constexpr, MEAN: tl.constexpr, EARLY: tl.constexpr,
+    BESIDE: tl.constexpr, NEAR: tl.constexpr, MEAN: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """y [T, d] ← Σ over a token's kept slots of gate · (h W_downᵀ). Grid (tiles of d, T), or BESIDE (T, tiles of d).
 
@@ -130,7 +131,9 @@ def one_down(
     gates += t * TOP_K
     tiles = ()
     for q in tl.static_range(AHEAD):
-        tiles += (_fetch(q, e, order, total, n, w, d, m, w_expert, w_row, w_col, KC, KSTEPS, BK, EVEN),)
+        tiles += (
+            _fetch(q, e, order, total, n, w, near, near_w, d, m, w_expert, w_row, w_col, KC, KSTEPS, BK, EVEN, NEAR),
+        )
     if EARLY:
         tl.extra.cuda.gdc_wait()
     out = tl.zeros((BN,), tl.float32)
@@ -139,7 +142,7 @@ def one_down(
             tiles[q], q, e, order, total, n, h, gates, s, b, d, m, s_expert, s_row, s_col, KC, KSTEPS, BK, BIAS, QN, QK
         )
     for q in range(AHEAD, tl.cdiv(total, KC) * KSTEPS):
-        tile = _fetch(q, e, order, total, n, w, d, m, w_expert, w_row, w_col, KC, KSTEPS, BK, EVEN)
+        tile = _fetch(q, e, order, total, n, w, near, near_w, d, m, w_expert, w_row, w_col, KC, KSTEPS, BK, EVEN, NEAR)
         out += _weigh(
             tile, q, e, order, total, n, h, gates, s, b, d, m, s_expert, s_row, s_col, KC, KSTEPS, BK, BIAS, QN, QK
         )

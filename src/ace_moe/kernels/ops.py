@@ -7,6 +7,7 @@ from torch import Tensor
 
 from . import experts
 from .activation import Activation
+from .layout import Near
 
 
 @torch.library.custom_op("ace_moe::experts", mutates_args=())
@@ -28,15 +29,20 @@ def run_experts(
     s_out: Tensor | None = None,
     block_rows: int = 1,
     block_columns: int = 0,
+    near_row: Tensor | None = None,
+    near_in: Tensor | None = None,
+    near_out: Tensor | None = None,
     mean: Tensor | None = None,
 ) -> Tensor:
     """x [T, d], ids and gates [T, k] → y [T, d]; slots whose id is no expert are not run.
 
-    s_in, s_out are FP8 factors, one for each block of rows and columns. mean [E, d] stands in for skipped slots.
+    s_in, s_out are FP8 factors, one for each block of rows and columns; near_… the `Near` of weights in host memory; mean
+    [E, d] stands in for skipped slots.
     """
     block = (block_rows, block_columns) if s_in is not None else None
     layout = experts.Layout(gated, interleaved, transposed, Activation(kind, alpha, limit), block)
-    return experts.run(x, ids, gates, experts.Weights(w_in, w_out, b_in, b_out, layout, s_in, s_out), mean)
+    near = None if near_row is None or near_in is None or near_out is None else Near(near_row, near_in, near_out)
+    return experts.run(x, ids, gates, experts.Weights(w_in, w_out, b_in, b_out, layout, s_in, s_out, near), mean)
 
 
 @run_experts.register_fake

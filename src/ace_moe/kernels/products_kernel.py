@@ -11,6 +11,16 @@ import triton.language as tl
 
 
 @triton.jit
+def first_of(e, w, near, near_w, w_expert, there, NEAR: tl.constexpr):
+    """Where expert e's weights begin (one, or a tensor of them): at its copy beside the GPU, where `near` [E] has one."""
+    at = w + e.to(tl.int64) * w_expert
+    if NEAR:
+        row = tl.load(near + e, mask=there, other=-1)
+        at = tl.where(row < 0, at, near_w + row.to(tl.int64) * w_expert)
+    return at
+
+
+@triton.jit
 def activate(gate, up, KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
     """activation.reference for gated experts."""
     if LIMIT > 0:
@@ -47,9 +57,9 @@ def _add(total, x, w, factors, row, inside, block, QN: tl.constexpr, QK: tl.cons
     """total + x w, w [BK, BN] being columns of rows `row` inside one block of columns."""
     if QK > 0:
         factor = tl.load(factors + (row // QN) * s_row + block * s_col, mask=inside, other=0.0)
-        return total + tl.dot(x, w.to(x.dtype)) * factor.to(tl.float32)[None, :]
+        return total + tl.dot(x, w.to(x.dtype), input_precision="ieee") * factor.to(tl.float32)[None, :]
     else:
-        return tl.dot(x, w, total)
+        return tl.dot(x, w, total, input_precision="ieee")
 
 
 @triton.jit
@@ -80,9 +90,9 @@ def dot_up(
         column = inside[None, :] if EVEN else inside[None, :] & (start + k < d)[:, None]
         x = tl.load(x_rows[:, None] + start + k[None, :], mask=full, other=0.0)
         if BULK:
-            gate = tl.dot(x, desc.load([first, start]).T, gate)
+            gate = tl.dot(x, desc.load([first, start]).T, gate, input_precision="ieee")
             if GATED:
-                up = tl.dot(x, desc.load([first + m, start]).T, up)
+                up = tl.dot(x, desc.load([first + m, start]).T, up, input_precision="ieee")
         else:
             block = start // QK if QK > 0 else 0
             w_gate = tl.load(gates + start * w_col, mask=column, other=0.0)
@@ -110,7 +120,7 @@ def dot_down(
         column = inside[None, :] if EVEN else inside[None, :] & (start + k < m)[:, None]
         h = tl.load(h_rows[:, None] + start + k[None, :], mask=full, other=0.0)
         if BULK:
-            out = tl.dot(h, desc.load([e * d + n0, start]).T, out)
+            out = tl.dot(h, desc.load([e * d + n0, start]).T, out, input_precision="ieee")
         else:
             block = start // QK if QK > 0 else 0
             w_down = tl.load(columns + start * w_col, mask=column, other=0.0)

@@ -47,7 +47,8 @@ class State:
         return bool(self._host.free.any())
 
     def on(self, device: torch.device) -> Shared:
-        """What layers on this device read."""
+        """What layers on this device read, by whichever of its names: `cuda` is `cuda:0`."""
+        device = torch.empty(0, device=device).device
         if device not in self._on:
             with torch.inference_mode(False):
                 self._on[device] = Shared(*(t.to(device, copy=True) for t in self._host))

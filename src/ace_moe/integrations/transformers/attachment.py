@@ -26,7 +26,7 @@ from ...errors import IntegrationError
 from ...policies.calibration import router_logits
 from ...runtime import Layer, Runtime, row_of
 from ...runtime.executors import SENTINELS
-from .experts import CHILD, IMPLEMENTATION, UNRULED, Choice, choose_executor, has_triton
+from .experts import CHILD, HOST, IMPLEMENTATION, UNRULED, Choice, choose_executor, has_triton
 from .generation import Told, listen
 from .passes import Pass
 
@@ -310,6 +310,8 @@ def _parameters(module: nn.Module) -> Mapping[str, Any]:
 
 def device_of(module: nn.Module) -> torch.device:
     """Where a module runs: its weights may be parked elsewhere."""
+    if HOST in vars(module):
+        return vars(module)[HOST].device
     hook = getattr(module, "_hf_hook", None)
     parked = getattr(hook, "execution_device", None)
     if parked is None:

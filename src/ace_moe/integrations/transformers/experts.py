@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,14 +21,22 @@ from ...checkpoint.structure import is_registered
 from ...runtime.executors import Chosen, Offer, choose, compact
 
 if TYPE_CHECKING:
-    from ...kernels.layout import Layout
+    from ...kernels.layout import Layout, Near
 
 IMPLEMENTATION = "ace"
 UNRULED = "ace_unruled"  # our executors behind the stock router: what the rule itself costs
 CHILD = "ace"  # the layer's name on an experts module
+HOST = "_ace_host"  # on an experts module whose weights are in host memory
 Choice = Literal["auto", "torch", "kernels"]
 CHOICES: tuple[Choice, ...] = ("auto", "torch", "kernels")
 Stock = Callable[..., Tensor]
+
+
+class Hosted(NamedTuple):
+    """Where an experts module runs whose weights are in host memory, and what copies it has there."""
+
+    device: torch.device
+    near: Near | None
 
 
 def _implementation(stock: Stock, ruled: bool = True) -> Stock:
@@ -92,15 +100,21 @@ class Kernels:
             hidden, ids, gates, module.gate_up_proj if gated else module.up_proj, module.down_proj,
             getattr(module, "gate_up_proj_bias" if gated else "up_proj_bias", None),
             getattr(module, "down_proj_bias", None), gated, layout.interleaved, layout.transposed,
-            *layout.activation, *self._factors(module), mean=getattr(module, CHILD).mean,
+            *layout.activation, **self._factors(module), **self._copies(module), mean=getattr(module, CHILD).mean,
         )  # fmt: skip
 
-    def _factors(self, module: nn.Module) -> tuple[Any, ...]:
+    def _factors(self, module: nn.Module) -> dict[str, Any]:
         """What FP8 weights are multiplied by."""
         if self.layout.block is None:
-            return ()
+            return {}
         up = module.gate_up_proj_scale_inv if self.layout.gated else module.up_proj_scale_inv
-        return up, module.down_proj_scale_inv, *self.layout.block
+        rows, columns = self.layout.block
+        return {"s_in": up, "s_out": module.down_proj_scale_inv, "block_rows": rows, "block_columns": columns}
+
+    def _copies(self, module: nn.Module) -> dict[str, Any]:
+        """Experts beside the GPU, where the weights are in host memory."""
+        near = vars(module)[HOST].near if HOST in vars(module) else None
+        return {} if near is None else {"near_row": near.row, "near_in": near.w_in, "near_out": near.w_out}
 
 
 def choose_executor(module: nn.Module, device: torch.device, dispatch: Choice, path: str) -> Chosen:
@@ -111,6 +125,8 @@ def choose_executor(module: nn.Module, device: torch.device, dispatch: Choice, p
         "compact": lambda: own or ("the layer is not on a CPU" if device.type != "cpu" else Compact()),
         "stock": Whole,
     }
+    if HOST in vars(module):  # no other executor reads host memory
+        return choose({"kernels": offers["kernels"]}, wanted="kernels", where=path)
     if dispatch == "torch":
         del offers["kernels"]
         return choose(offers, where=path)

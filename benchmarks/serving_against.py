@@ -1,0 +1,142 @@
+"""vLLM alone and with two versions of this package, three engines timed in turn in one run.
+
+    python benchmarks/serving_against.py OTHER --layers 24 --batches 1 4 9 16 64 --out serving_against_h200.json
+
+`OTHER` is the folder of the version to compare with (`git worktree add OTHER COMMIT`). The engines start together, each in a
+process of its own; thresholds are found once, with this version. A batch of 9 runs in the graph captured for 16: its padding
+must cost nothing. Weights, sizes and what is timed are those of serving.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+sys.path.append(str(Path(__file__).parent))  # behind the version's own
+
+from versions import HERE, Version, serve
+
+ROUNDS = 7
+
+
+class Engine:
+    """One engine; knows only what serving.py has in every version."""
+
+    def __init__(self, options: argparse.Namespace):
+        import serving
+
+        self.tools, sizes = serving, dict(serving.TINY if options.tiny else serving.QWEN3_30B)
+        sizes |= {"num_hidden_layers": options.layers} if options.layers else {}
+        self.vocabulary, folder = int(sizes["vocab_size"]), Path(tempfile.mkdtemp())
+        given = {"allow_other_weights": True, "kernels": "auto", "routing": "fused"}
+        given |= {"restore": False} if options.serve == "this" else {}  # versions before it had none
+        plan = serving.write_plan(folder / "plan.safetensors", sizes)
+        ace = {} if options.serve == "stock" else serving.engine_args(plan, 0.0, **given)
+        self.llm = serving.start(serving.write_model(folder / "model", sizes), options, **ace)
+
+    def time(self, tau: float | None, batch: int, prompt: int, tokens: int, seed: int) -> tuple[float, float]:
+        """(milliseconds, realised ratio); `tau`: None for vLLM alone."""
+        if tau is not None:
+            self.llm.collective_rpc("ace_set", kwargs={"threshold": tau})
+            self.llm.collective_rpc("ace_reset")
+        wall, step = self.tools.generate(self.llm, batch, prompt, tokens, seed, self.vocabulary)
+        realised = 0.0 if tau is None else self.tools.ratios(self.llm)[self.tools.phase_of(tokens)]
+        return 1e3 * (wall if tokens == 1 else step), realised
+
+
+def settle(engine: Version, ratio: float, size: tuple[int, int, int]) -> float:
+    low, high = 0.0, 1.0
+    for _ in range(12 if ratio else 0):
+        middle = (low + high) / 2
+        low, high = (middle, high) if engine.time(middle, *size, 7)[1] < ratio else (low, middle)
+    return (low + high) / 2 if ratio else 0.0
+
+
+def measure(engines: dict[str, Version], size: tuple[int, int, int], ratio: float) -> dict[str, Any]:
+    """Medians of each way at one size, the rounds interleaved."""
+    tau = settle(engines["this"], ratio, size)
+    ways: list[tuple[str, str, float | None]] = [("vLLM", "stock", None)]
+    ways += [(f"{name} {r:.0%}", name, t) for name in ("this", "other") for r, t in ((0, 0.0), (ratio, tau))]
+    found: dict[str, list[tuple[float, float]]] = {way: [] for way, *_ in ways}
+    for seed in range(ROUNDS + 1):  # the first warms up
+        for way, name, threshold in ways:
+            found[way].append(tuple(engines[name].time(threshold, *size, seed)))
+    row: dict[str, Any] = {"batch": size[0], "prompt": size[1], "tokens": size[2], "ratio": ratio, "threshold": tau}
+    row["ms"] = {way: statistics.median(ms for ms, _ in times[1:]) for way, times in found.items()}
+    row["all_ms"] = {way: [round(ms, 4) for ms, _ in times[1:]] for way, times in found.items()}
+    row["realised"] = {way: times[-1][1] for way, times in found.items()}
+    return row
+
+
+def show(row: dict[str, Any], ratio: float) -> None:
+    ms, part = row["ms"], f"{ratio:.0%}"
+    print(
+        f"{row['batch']:>3} x {row['prompt']:<5} {row['tokens']:>3}  "
+        + "  ".join(f"{way} {value:.3f}" for way, value in ms.items())
+        + f"  this/other {ms['this 0%'] / ms['other 0%']:.3f} {ms[f'this {part}'] / ms[f'other {part}']:.3f}"
+        + f"  this/vLLM {ms['this 0%'] / ms['vLLM']:.3f} {ms[f'this {part}'] / ms['vLLM']:.3f}",
+        flush=True,
+    )
+
+
+def launch(options: argparse.Namespace) -> dict[str, Version]:
+    """All at once: an engine takes minutes to start, most of it on one core."""
+    roots = {"this": HERE, "other": options.other.resolve(), "stock": HERE}
+    flags = [flag for flag in sys.argv[1:] if flag != str(options.other)]
+    engines = {}
+    for name, root in roots.items():
+        own = {"VLLM_CACHE_ROOT": tempfile.mkdtemp()}  # two versions must not read each other's compiled graphs
+        engines[name] = Version(__file__, root, [name, *flags], **own)
+    for engine in engines.values():
+        engine.wait()
+    return engines
+
+
+def device() -> str:
+    import torch
+
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("other", type=Path, nargs="?")
+    parser.add_argument("--serve", help=argparse.SUPPRESS)
+    parser.add_argument("--tiny", action="store_true", help="a tiny shape, for a CPU")
+    parser.add_argument("--layers", type=int, help="fewer layers")
+    parser.add_argument("--batches", type=int, nargs="*", default=[1, 4, 9, 16, 64])
+    parser.add_argument("--prompt", type=int, default=256)
+    parser.add_argument("--decode", type=int, default=64)
+    parser.add_argument("--ttft", nargs="*", default=["4x1024"])
+    parser.add_argument("--ratio", type=float, default=0.6)
+    parser.add_argument("--eager", action="store_true")
+    parser.add_argument("--memory", type=float, default=0.3)
+    parser.add_argument("--cache", type=float, default=3.0)
+    parser.add_argument("--length", type=int, default=1280)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    if options.serve:
+        return serve(Engine(options))
+    engines, rows = launch(options), []
+    sizes = [(batch, options.prompt, options.decode + 1) for batch in options.batches]
+    sizes += [(*map(int, size.split("x")), 1) for size in options.ttft]
+    for size in sizes:
+        rows.append(measure(engines, size, options.ratio))
+        show(rows[-1], options.ratio)
+        if options.out:
+            named = " ".join(
+                "OTHER" if flag == str(options.other) else flag.rpartition("/")[2] for flag in sys.argv[1:]
+            )
+            facts = {"command": f"python benchmarks/serving_against.py {named}", "device": device(), "rows": rows}
+            options.out.write_text(json.dumps(facts, indent=1) + "\n")
+    for engine in engines.values():
+        engine.end()
+
+
+if __name__ == "__main__":
+    main()
