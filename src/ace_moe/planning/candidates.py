@@ -13,10 +13,7 @@ from ..policies import Share, TokenPolicy, make
 from ..runtime.settings import check_budget, check_tables
 from ..tables import TABLES
 
-SCORES = (
-    *("share", "share:squared=true", "top_p", "top_p:squared=true", "relative", "fixed"),
-    *("gsp", "rcr", "ace", "aimer"),
-)
+SCORES = ("share", "share:squared=true", "top_p", "top_p:squared=true", "relative", "fixed", "gsp", "rcr", "ace")
 GAINS = ("none", "kept", "0.95", "1.05", "1.1")
 FLOORS = (2, 3)
 WITH_MEAN = ("none", "1.1")  # gains that are tried with the mean beside a candidate's own
