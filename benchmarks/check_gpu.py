@@ -79,7 +79,7 @@ def check_rule(tokens: int = 20000, e: int = 60, k: int = 6) -> tuple[int, float
 
 def _decided_otherwise(made, ids, gates, rows, tau, tables):
     counts = torch.zeros(len(tau), 3, dtype=torch.int64, device=DEVICE)
-    views, factor = [tables[name] for name in made.form.tables], torch.ones(2, device=DEVICE)
+    views, factor = [tables[name] for name in made.form.tables], torch.ones(3, device=DEVICE)
     new_ids, new = decide.launch_rule(ids, gates, rows, tau, factor, views, counts, -1, str(made))
     c, own = rule.contribution(made.form, gates, ids, tables), tau[rows.long()].unsqueeze(-1)
     keep, expected = rule.decide(rule.protect(c, gates, ids, made.min_active, made.min_mass), gates, own, made.gain)
@@ -100,7 +100,7 @@ def check_restore(tokens, e=128, k=8):
     rows = torch.randint(0, 4, (tokens,), generator=g).to(DEVICE, torch.int8)
     tau, free = torch.tensor([0.0, 0.1, 0.16, 0.13], device=DEVICE), torch.tensor([0, 0, 1, 1], device=DEVICE).char()
     counts = torch.zeros(4, 3, dtype=torch.int64, device=DEVICE)
-    reads, factor = torch.zeros(2, 2, dtype=torch.int64, device=DEVICE), torch.ones(2, device=DEVICE)
+    reads, factor = torch.zeros(2, 2, dtype=torch.int64, device=DEVICE), torch.ones(3, device=DEVICE)
     common = (rows, tau, factor, [], counts, -1, str(decide.Rule(Form())))
     new_ids, new = decide.launch_rule(ids, gates, *common, [free, reads], e)
     real = (rows > 0).unsqueeze(-1)
@@ -158,6 +158,23 @@ def check_attention() -> float:
     return worst
 
 
+def check_mean(e: int = 128, d: int = 2048, m: int = 768, k: int = 8) -> float:
+    """The mean of skipped experts added by the kernels: largest error over the RMS of its row."""
+    module, mean, worst = experts_module(e, d, m, torch.bfloat16), torch.randn(e, d, device="cuda").bfloat16(), 0.0
+    layout = experts.Layout.of(module.cpu())
+    module.cuda()
+    weights = experts.Weights(module.gate_up_proj.data, module.down_proj.data, None, None, layout)
+    for tokens in (1, 3, 16, 257):
+        x = torch.randn(tokens, d, device="cuda").bfloat16()
+        ids = torch.rand(tokens, e, device="cuda").argsort(1)[:, :k].contiguous()
+        gates = torch.rand(tokens, k, device="cuda").softmax(-1).bfloat16()
+        ids = torch.where(torch.rand(tokens, k, device="cuda") < 0.6, -2 - ids, ids)
+        poison()
+        ref = reference(x, ids, gates, module) + rule.stand_in(ids, gates, mean).double()
+        worst = max(worst, error(experts.run(x, ids, gates, weights, mean), ref))
+    return worst
+
+
 def main() -> None:
     wrong, off, counts = check_rule(20000 if DEVICE == "cuda" else 40)
     print(f"rule: {wrong} slots decided otherwise than in torch, gates within {off:.1e}, {counts} rows counted wrongly")
@@ -169,6 +186,7 @@ def main() -> None:
     print(
         f"FP8: max error over the row's RMS {check_fp8():.4f}; attention: over the largest value {check_attention():.4f}"
     )
+    print(f"mean of skipped experts: max error over the row's RMS {check_mean():.4f}")
     worst = 0.0
     for dtype, shapes in ((torch.bfloat16, SHAPES), (torch.float16, SHAPES[1:3])):
         for e, d, m, k in shapes:

@@ -1,11 +1,12 @@
 """One MoE layer: our kernels against stock grouped_mm and vLLM's, and what deciding costs. Qwen3-30B-A3B shapes, uniform routing.
 
-    python benchmarks/layer.py [--parts experts deciding equal] [--tokens 1 2 4 …] [--profile] [--out FILE]
+    python benchmarks/layer.py [--parts experts deciding equal mean] [--tokens 1 2 4 …] [--profile] [--out FILE]
 
 experts   the experts alone, nothing skipped and 60 %
 deciding  microseconds of the rule's launch by policy, and of routing and rule in one
 equal     router, rule and experts by policy, each at the τ at which it reads as many experts as the others; where a batch
           needs every expert whatever is skipped, at the τ at which it runs as many slots
+mean      the experts with the mean of skipped ones added, against the same slots without, timed in turn
 
 Every time is a CUDA graph over 8 layers' distinct weights and routings, or over 64 launches of the rule; medians. `bytes`
 counts each needed expert once.
@@ -148,6 +149,25 @@ def equal(tokens, weights, skip):
     return rows
 
 
+def with_mean(tokens, skip, weights):
+    inputs = [routing(tokens, skip, seed) for seed in range(len(weights))]
+    every = [routing(tokens, 0.0, seed)[1] for seed in range(len(weights))]  # the same experts, none skipped
+    coded = [(x, torch.where(ids < EXPERTS, ids, -2 - e), g) for (x, ids, g), e in zip(inputs, every, strict=True)]
+    means = [torch.randn(EXPERTS, HIDDEN, device=DEVICE).bfloat16() for _ in weights]
+    plain, added = [], []
+    for _ in range(5):
+        plain.append(graph_time(lambda: [experts.run(*i, w) for i, w in zip(inputs, weights, strict=True)]))
+        added.append(graph_time(lambda: [experts.run(*i, w, m) for i, w, m in zip(coded, weights, means, strict=True)]))
+    times = [sorted(found)[2] / len(weights) for found in (plain, added)]
+    return {
+        "tokens": tokens,
+        "skip": skip,
+        "plain_us": times[0],
+        "mean_us": times[1],
+        "change": times[1] / times[0] - 1,
+    }
+
+
 def whole(made, x, logits, weights):
     return experts.run(x, *made.route(logits, KIND, torch.bfloat16), weights)
 
@@ -192,7 +212,7 @@ def shown(rows):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parts = ("experts", "deciding", "equal")
+    parts = ("experts", "deciding", "equal", "mean")
     parser.add_argument("--parts", nargs="+", choices=parts, default=parts)
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64, 256, 1024, 4096])
     parser.add_argument(
@@ -218,6 +238,8 @@ def main() -> None:
         result["rows"] = [row for tokens in options.tokens for row in run_experts(tokens, *given)]
     if "equal" in options.parts:
         result["equal"] = [row for tokens in options.deciding for row in shown(equal(tokens, weights, options.skip))]
+    if "mean" in options.parts:
+        result["mean"] = [row for tokens in options.tokens for row in shown([with_mean(tokens, 0.6, weights)])]
     if options.out:
         options.out.write_text(json.dumps(result, indent=1) + "\n")
 

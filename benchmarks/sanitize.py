@@ -104,7 +104,7 @@ def run_rule(sizes: tuple[int, ...], forms: int) -> None:
         )
         views, factor = (
             tables[: len(rule.form.tables)],
-            torch.tensor([0.5, torch.inf if tokens == 1 else 0.7], device=DEVICE),
+            torch.tensor([0.5, torch.inf if tokens == 1 else 0.7, 1.1], device=DEVICE),
         )
         free = torch.ones(ROWS, dtype=torch.int8, device=DEVICE)
         voting = [free, torch.zeros(2, 2, dtype=torch.int64, device=DEVICE)]

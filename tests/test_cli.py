@@ -27,7 +27,8 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """`ace tables`, then `ace budget` for 30 % and 50 %. Tests that write take a copy."""
     path = tmp_path_factory.mktemp("plan") / "plan.safetensors"
     assert run_ace("tables", MODEL, "-o", path).code == 0
-    assert run_ace("budget", MODEL, "-p", path, "--text", TEXT, *PASS, "--budgets", "0.3,0.5").code == 0
+    options = ("--budgets", "0.3,0.5", "--policy", "ace")  # what comes after takes the policy from the plan
+    assert run_ace("budget", MODEL, "-p", path, "--text", TEXT, *PASS, *options).code == 0
     return path
 
 

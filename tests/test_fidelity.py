@@ -25,7 +25,7 @@ def random_logits(*shape: int, seed: int = 0) -> torch.Tensor:
 @pytest.mark.parametrize("chunk", [1 << 26, 1, 50])
 def test_against_plain_sums(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the formulas, token by token in float64; the last token has no part; chunks change nothing."""
-    monkeypatch.setattr(fidelity, "CHUNK", chunk)
+    monkeypatch.setattr(fidelity, "CACHED", chunk)
     whole, skipped = random_logits(2, 7, 11), random_logits(2, 7, 11, seed=1)
     found = compare(whole, skipped)
     for b in range(2):

@@ -180,7 +180,15 @@ def test_one_place_merges_reports() -> None:
 def test_one_recipe_maps_budgets() -> None:
     assert calls("quantile_fits") == {"planning.recipe", "evaluate.thresholds"}, "the second studies mapping itself"
     assert calls("correct") == {"planning.recipe", "evaluate.thresholds"}
-    callers = {"ace", "bench.quality", "cli.plans", "cli.serving", "demo.__init__", "planning.bounds"}
+    callers = {
+        "ace",
+        "bench.quality",
+        "cli.plans",
+        "cli.serving",
+        "demo.__init__",
+        "planning.bounds",
+        "planning.tuning",
+    }
     assert calls("map_budgets") == callers
 
 

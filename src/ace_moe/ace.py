@@ -18,10 +18,10 @@ from .integrations.transformers import Attachment, attached_to, base_of
 from .integrations.transformers.experts import CHOICES, Choice
 from .plan import Plan
 from .planning import map_budgets, text_for
-from .policies import Policy, choose
+from .policies import AUTO, Policy
 from .runtime import Runtime, merge
 from .runtime.rows import BUDGETS, Budget
-from .runtime.settings import Skip, by_phase, check_budget, check_tables, check_threshold
+from .runtime.settings import Skip, by_phase, check_budget, check_tables, check_threshold, policy_for
 from .runtime.tracking import Control, check_control, look_up
 from .tables import TABLES
 from .tables.build import add_tables, build_plan
@@ -47,6 +47,7 @@ class ACE:
     `restore`: a generated token gets back the slots whose expert another token of its step reads anyway; what it runs then
     depends on its batch, and is never less than it would run alone. `reads`: count experts read, with that or without.
     `control="track"`: thresholds move by themselves so that the budget is kept on whatever is run.
+    `policy="auto"`: what `ace tune` recommends in the plan, else what its newest thresholds are of, else the gate share.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class ACE:
         plan: Plan,
         skip: Skip = 0.0,
         *,
-        policy: str | Policy = "ace",
+        policy: str | Policy = AUTO,
         preset: str | None = None,
         workload: str | None = None,
         allow_other_weights: bool = False,
@@ -68,7 +69,7 @@ class ACE:
         if dispatch not in CHOICES:
             raise OptionError(f"dispatch is one of {', '.join(CHOICES)}, not {dispatch!r}.")
         self.plan, self.workload, self.allow_other_weights = plan, workload, allow_other_weights
-        self.policy, self.dispatch = choose(policy, preset, **settings), dispatch
+        self.policy, self.dispatch = policy_for(plan, policy, preset, workload, **settings), dispatch
         check_tables(plan, self.policy, set(TABLES), calibrates=pending is not None)
         self._attachment: Attachment | None = None
         self._pending, self._votes = pending, {"restore": restore, "reads": reads}

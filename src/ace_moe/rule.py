@@ -17,10 +17,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-Gain = Literal["kept", "none", "power"]
+Gain = str  # one of GAINS; else a constant: a number as text, or the name of a table with one number a layer
 Fusion = Literal["max", "min", "mean"]
 Norm = Literal["sum", "max", "rank"]
 GAINS: tuple[Gain, ...] = ("kept", "none", "power")
+CONSTANT = "constant"
 FUSIONS: tuple[Fusion, ...] = ("max", "min", "mean")
 NORMS: tuple[Norm, ...] = ("sum", "max", "rank")
 EPSILON = 1e-8
@@ -137,12 +138,14 @@ def weigh(protected: Tensor, factor: Tensor) -> Tensor:
     return torch.where(factor.isinf(), torch.inf, protected * factor)
 
 
-def gain_factor(gates: Tensor, keep: Tensor, gain: Gain) -> Tensor:
+def gain_factor(gates: Tensor, keep: Tensor, gain: Gain, constant: Tensor | None = None) -> Tensor:
     """What kept gates are multiplied by, [T, 1], fp32.
 
-    kept: Σ_all g / Σ_I g (the paper)   power: sqrt(Σ_all g² / Σ_I g²)   none: 1
+    kept: Σ_all g / Σ_I g (the paper)   power: sqrt(Σ_all g² / Σ_I g²)   none: 1   otherwise `constant` [], or the number
     """
     g = gates.float()
+    if gain not in GAINS:
+        return torch.ones_like(g[..., :1]) * (float(gain) if constant is None else constant)
     if gain == "none":
         return torch.ones_like(g[..., :1])
     g = g.square() if gain == "power" else g
@@ -151,9 +154,9 @@ def gain_factor(gates: Tensor, keep: Tensor, gain: Gain) -> Tensor:
     return factor.sqrt() if gain == "power" else factor
 
 
-def rescale(gates: Tensor, keep: Tensor, gain: Gain) -> Tensor:
+def rescale(gates: Tensor, keep: Tensor, gain: Gain, constant: Tensor | None = None) -> Tensor:
     """Gates of the kept slots, 0 elsewhere, in the router's dtype."""
-    scaled = (gates.float() * gain_factor(gates, keep, gain)).to(gates.dtype)
+    scaled = (gates.float() * gain_factor(gates, keep, gain, constant)).to(gates.dtype)
     untouched = keep.all(-1, keepdim=True)
     return torch.where(untouched, gates, torch.where(keep, scaled, torch.zeros_like(gates)))
 
@@ -180,3 +183,19 @@ def decide(protected: Tensor, gates: Tensor, threshold: Tensor | float, gain: Ga
     """(keep mask, gates) from protected contributions."""
     keep = kept(protected, threshold)
     return keep, rescale(gates, keep, gain)
+
+
+# ---- what stands in for a skipped slot ----------------------------------------------------------------------------------
+
+
+def coded(decided: Tensor, gates: Tensor, ids: Tensor, raw: Tensor, keep: Tensor) -> tuple[Tensor, Tensor]:
+    """Decided ids and gates [T, k] in which a skipped slot stays known: −2 − its expert, with the router's own gate."""
+    return torch.where(keep, decided, -2 - ids), torch.where(keep, gates, raw)
+
+
+def stand_in(ids: Tensor, gates: Tensor, mean: Tensor) -> Tensor:
+    """Σ over the coded slots of g · mean[e], [T, d] in fp32; mean [E, d] is what each expert answers on average."""
+    skipped = ids < -1
+    weights = torch.zeros(len(ids), len(mean), dtype=torch.float32, device=ids.device)
+    at = torch.where(skipped, -2 - ids, 0).long()
+    return weights.scatter_add_(1, at, torch.where(skipped, gates.float(), 0.0)) @ mean.float()

@@ -29,7 +29,7 @@ PLAIN = experts.Layout(True, False, False, Activation(SILU))
 RULES = [
     decide.Rule(Form()), decide.Rule(Form(("gsp", "rcr"))), decide.Rule(Form(power=2), "kept", 2, 0.3),
     decide.Rule(Form(("gsp", "rcr"), "mean", norm="max"), "none", weighed=True), decide.Rule(Form(norm="rank")),
-    decide.Rule(Form(("gsp",), cumulative=True), min_active=3, min_mass=0.5),
+    decide.Rule(Form(("gsp",), cumulative=True), min_active=3, min_mass=0.5), decide.Rule(Form(), "constant", coded=True),
 ]  # fmt: skip
 compiled: dict[str, int] = {}
 builds: set[tuple] = set()
@@ -82,7 +82,7 @@ def build(self: JITFunction, *args: object, grid: object, warmup: bool, **option
 def common(tokens: int, rule: decide.Rule, start: int = 0) -> tuple:
     """What both launches take; rows from anywhere in an engine's buffer, as a rank with its part of a batch sees them."""
     rows, tables = torch.zeros(start + tokens, dtype=torch.int8)[start:], [torch.ones(128) for _ in rule.form.tables]
-    return rows, torch.zeros(49), torch.ones(2), tables, torch.zeros(49, 3, dtype=torch.int64), 128, str(rule)
+    return rows, torch.zeros(49), torch.ones(3), tables, torch.zeros(49, 3, dtype=torch.int64), 128, str(rule)
 
 
 def voting(restores: bool) -> list[torch.Tensor]:
@@ -137,15 +137,19 @@ def all_experts() -> None:
     for weights in layers if int(sys.argv[1]) >= 89 else layers[:-1]:  # older chips have no FP8
         for tokens in (1, 4, 8, 64, 1024, 4096) if weights is layers[0] else (1, 16, 1024):
             x = torch.zeros(tokens, weights.shape[1], dtype=torch.bfloat16)
-            experts.run(x, torch.zeros(tokens, k, dtype=torch.int64), torch.zeros(tokens, k, dtype=x.dtype), weights)
+            given = x, torch.zeros(tokens, k, dtype=torch.int64), torch.zeros(tokens, k, dtype=x.dtype), weights
+            experts.run(*given)
+            if weights is layers[0] and tokens in (1, 64):
+                experts.run(*given, make_tensor(e, d))
 
 
 def the_rest() -> None:
     for tokens in (1, 300):
         for rule in RULES:
             decide_slots(tokens, rule)
-        for rule in (RULES[1], RULES[-1]):
+        for rule in (RULES[1], *RULES[-2:]):
             route_tokens(tokens, rule)
+    decide_slots(16, RULES[-1], restores=True)
     for tokens in (1, 16, 64, 300):
         decide_slots(tokens, RULES[0], restores=True)
         route_tokens(tokens, RULES[0], restores=True)

@@ -39,13 +39,15 @@ def frame_is_whole(tensor: Tensor) -> bool:
 
 def text(form: Form, setting: Setting) -> str:
     weighed = form.factor is not None or setting.common is not None
-    return str(decide.Rule(form, setting.gain, setting.min_active, setting.min_mass, weighed))
+    gain = setting.gain if setting.gain in rule.GAINS else rule.CONSTANT
+    return str(decide.Rule(form, gain, setting.min_active, setting.min_mass, weighed, setting.coded))
 
 
 def factor(form: Form, setting: Setting, tables: dict[str, Tensor]) -> Tensor:
-    """[2], as a layer has it."""
+    """[3], as a layer has it."""
     own = float(tables[form.factor]) if form.factor else 1.0
-    return framed(torch.tensor([own, 1.0 if setting.common is None else setting.common]))
+    gain = 1.0 if setting.gain in rule.GAINS else float(setting.gain)
+    return framed(torch.tensor([own, 1.0 if setting.common is None else setting.common, gain]))
 
 
 def launch_rule(

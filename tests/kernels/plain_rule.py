@@ -43,6 +43,7 @@ class Setting(NamedTuple):
     min_active: int = 1
     min_mass: float = 0.0
     common: float | None = None
+    coded: bool = False
 
 
 class Token(NamedTuple):
@@ -107,8 +108,9 @@ def scores(form: Form, setting: Setting, token: Token, tables: Tables) -> list[f
 
 
 def rescaled(gain: Gain, gates: list[float], keep: list[bool]) -> list[float]:
-    if all(keep) or gain == "none":
-        return [g if kept else 0.0 for g, kept in zip(gates, keep, strict=True)]
+    if all(keep) or gain not in ("kept", "power"):
+        constant = 1.0 if all(keep) or gain == "none" else float(gain)
+        return [g * constant if kept else 0.0 for g, kept in zip(gates, keep, strict=True)]
     power = 2 if gain == "power" else 1
     every, kept = sum(g**power for g in gates), sum(g**power for g, stays in zip(gates, keep, strict=True) if stays)
     factor = (every / kept) ** (1 / power) if kept else 1.0
@@ -153,10 +155,11 @@ class Case(NamedTuple):
 gate = st.sampled_from([0.25, 1.0]) | st.integers(0, 32).map(lambda n: n / 16)  # ties are drawn often
 settings = st.builds(
     Setting,
-    st.sampled_from(GAINS),
+    st.sampled_from([*GAINS, "0.75", "1.25"]),
     st.integers(1, 3),
     st.sampled_from([0.0, 0.0, 0.3, 0.5, 1.0]),
     st.sampled_from([None, None, 0.5, math.inf]),
+    st.booleans(),
 )
 
 

@@ -21,6 +21,7 @@ FURTHER = [
     make("ace", gain="kept", fusion="min"), make("ace", fusion="mean", min_active=3, min_mass=0.5),
     make("gsp", gain="none", min_active=2), make("rcr", min_mass=0.7), make("share", squared=True, gain="none"),
     make("share", factor="factor_x"), make("modes", factor="factor_x"), make("top_p", squared=True, gain="kept"),
+    make("share", gain=0.9), make("top_p", gain="gain_x", min_active=2), make("share", compensate="mean", gain=1.1),
 ]  # fmt: skip
 
 
@@ -40,7 +41,7 @@ def make_layers(policy, guarded=False):
     """The same layer by kernel, as a plain launch and as an operator, and in torch; each with counters of its own."""
     g, state = torch.Generator().manual_seed(1), State(BUDGETS)
     state.set(torch.tensor([0.0, 0.0, 0.21, 0.09, 0.12, 0.3, 2.0]))
-    single = {"modes_alpha", "factor_x"}
+    single = {"modes_alpha", "factor_x", "gain_x"}
     tables = {
         n: torch.rand((), generator=g) if n in single else torch.rand(EXPERTS, generator=g) + 0.5 for n in policy.tables
     }

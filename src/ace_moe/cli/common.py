@@ -49,10 +49,15 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object inst
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1 … Default: the GPU if there is one.")]
 PolicyName = Annotated[
     str,
-    typer.Option(help=f"The method that decides slots, settings after colons (ace:fusion=min): {', '.join(POLICIES)}."),
+    typer.Option(
+        help="The method that decides slots: auto (what the plan recommends or was mapped with last, else share), or one of "
+        f"these, settings after colons (ace:fusion=min): {', '.join(POLICIES)}."
+    ),
 ]
 Preset = Annotated[str | None, typer.Option(help="paper: the paper's method, unchanged.")]
-GainName = Annotated[str | None, typer.Option(help="How kept gates are rescaled: power, kept, none.")]
+GainName = Annotated[
+    str | None, typer.Option(help="How kept gates are rescaled: power, kept, none, or a number such as 1.05.")
+]
 MinActive = Annotated[int | None, typer.Option(help="Experts that always run for a token.")]
 MinMass = Annotated[float | None, typer.Option(help="Share of a token's gate mass that always runs.")]
 Expand = Annotated[bool, typer.Option(help="Decode a quantised checkpoint into an unquantised model first.")]

@@ -200,14 +200,14 @@ def study_thresholds(
     """Thresholds by workload, the ratio each realises on the others, and what finding them costs."""
     from ..evaluate import thresholds
     from ..evaluate.subject import Subject
-    from ..policies import make
+    from ..policies import choose
     from ..text import check_sizes, read_text
 
     check_output(output, "results", plan, *text)
     check_sizes(window, tokens, batch)
     for path in text:
         read_text(path)
-    made = make(**settings(policy, None, gain, None, None))
+    made = choose(**settings(policy, None, gain, None, None))
     loaded, tokenizer = _load(model, device)
     workloads = [_windows(loaded, tokenizer, path, window, tokens) for path in text]
     subject = Subject(loaded, _plan(plan, model), workloads[0], batch)

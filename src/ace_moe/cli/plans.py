@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import BudgetError
+from ..policies import AUTO
 from . import show, show_texts
 from .common import (
     AllowOtherWeights,
@@ -137,7 +138,7 @@ def budget(
         typer.Option(help="Instead of budgets: what must be skipped to read this part of the experts in decode."),
     ] = None,
     sequences: Annotated[int, typer.Option(help="Sequences of a decode step, for --reads.")] = 16,
-    policy: PolicyName = "ace",
+    policy: PolicyName = AUTO,
     preset: Preset = None,
     gain: GainName = None,
     min_active: MinActive = None,
@@ -172,13 +173,13 @@ def budget(
     from ..plan import Plan, update
     from ..planning import least_reading, map_budgets, most_within, texts_for
     from ..planning.partial import Partial
-    from ..policies import choose
     from ..provenance import file_hash, provenance
-    from ..runtime.settings import check_budget, check_tables
+    from ..runtime.settings import check_budget, check_tables, policy_for
     from ..tables import TABLES
     from ..text import check_sizes, read_text
 
-    read, made = Plan.load(plan), choose(**settings(policy, preset, gain, min_active, min_mass))
+    read = Plan.load(plan)
+    made = policy_for(read, **settings(policy, preset, gain, min_active, min_mass))
     check_tables(read, made, set(TABLES), calibrates=True)
     wanted = [check_budget(b, read.top_k, made.min_active) for b in parse_budgets(budgets)]
     show.check_writable(plan)
@@ -234,7 +235,7 @@ def run(
     plan: PlanPath,
     prompt: Annotated[str, typer.Option(help="What the model continues.")],
     skip: Annotated[float, typer.Option(help="Fraction of routed slots to skip.")] = 0.3,
-    policy: PolicyName = "ace",
+    policy: PolicyName = AUTO,
     preset: Preset = None,
     gain: GainName = None,
     min_active: MinActive = None,

@@ -14,6 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from ..errors import BudgetError, IntegrationError, OptionError
+from ..policies import AUTO
 from .common import (
     AllowOtherWeights,
     GainName,
@@ -50,7 +51,7 @@ def serve(
         Path | None,
         typer.Option(help="Text to map the budget on, where the plan has none for it. Default: the model's own."),
     ] = None,
-    policy: PolicyName = "ace",
+    policy: PolicyName = AUTO,
     preset: Preset = None,
     gain: GainName = None,
     min_active: MinActive = None,

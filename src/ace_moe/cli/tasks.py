@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import OptionError
+from ..policies import AUTO
 from . import show
 from .common import (
     AllowOtherWeights,
@@ -50,7 +51,7 @@ def perplexity(
     plan: OptionalPlan = None,
     skip: Annotated[float, typer.Option(help="Fraction of routed slots to skip.")] = 0.0,
     protocol: Annotated[str, typer.Option(help="standard, or released: the paper's own code.")] = "standard",
-    policy: PolicyName = "ace",
+    policy: PolicyName = AUTO,
     preset: Preset = None,
     gain: GainName = None,
     min_active: MinActive = None,
@@ -119,7 +120,7 @@ def evaluate_tasks(
     output: Annotated[Path, typer.Option("--out", "-o", help="The results; if it is there, it is continued.")] = Path(
         "eval.json"
     ),
-    policy: PolicyName = "ace",
+    policy: PolicyName = AUTO,
     preset: Preset = None,
     gain: GainName = None,
     workload: WorkloadName = None,

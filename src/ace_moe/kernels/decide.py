@@ -14,7 +14,7 @@ import torch
 import triton
 from torch import Tensor
 
-from ..rule import FUSIONS, GAINS, NORMS, Form, Gain
+from ..rule import CONSTANT, FUSIONS, GAINS, NORMS, Form, Gain
 from . import restore_kernel, route_kernel, rule_kernel
 from .experts import power_of_two
 from .launch import early_start
@@ -28,22 +28,24 @@ class Rule(NamedTuple):
     min_active: int = 1
     min_mass: float = 0.0
     weighed: bool = False  # whether a factor is applied
+    coded: bool = False  # whether a skipped slot stays known
 
     def __str__(self) -> str:
         """As an operator takes it: operators have no records among their arguments."""
         f = self.form
         constants = (len(f.tables), f.fusion, f.power, f.norm, int(f.cumulative), self.gain, self.min_active)
-        return "|".join(map(str, (*constants, self.min_mass, int(self.weighed))))
+        return "|".join(map(str, (*constants, self.min_mass, int(self.weighed), int(self.coded))))
 
 
 @lru_cache(maxsize=256)
 def constants(rule: str) -> dict[str, int | float | bool]:
     """The kernels' constants of `str(Rule(…))`."""
-    views, fusion, power, norm, cumulative, gain, min_active, min_mass, weighed = rule.split("|")
+    views, fusion, power, norm, cumulative, gain, min_active, min_mass, weighed, coded = rule.split("|")
     return {
         "VIEWS": int(views), "FUSION": FUSIONS.index(fusion), "POWER": int(power), "NORM": NORMS.index(norm),
-        "CUMULATIVE": cumulative == "1", "FACTOR": weighed == "1", "GAIN": GAINS.index(gain),
-        "MIN_ACTIVE": int(min_active), "MIN_MASS": float(min_mass),
+        "CUMULATIVE": cumulative == "1", "FACTOR": weighed == "1",
+        "GAIN": (*GAINS, CONSTANT).index(gain), "MIN_ACTIVE": int(min_active), "MIN_MASS": float(min_mass),
+        "CODED": coded == "1",
     }  # fmt: skip
 
 
@@ -84,7 +86,9 @@ def launch_rule(
             K=k, KP=padded, BT=block, VOTE=vote, **constants(rule),
             num_warps=4 if tokens > 256 or vote == 1 else 1,
         )  # fmt: skip
-    return _second(new_ids, new_gates, rows, counts, voting, mark, experts, rule) if vote == 2 else (new_ids, new_gates)
+    if vote < 2:
+        return new_ids, new_gates
+    return _second(new_ids, new_gates, rows, factor, counts, voting, mark, experts, rule)
 
 
 def launch_route(
@@ -106,13 +110,14 @@ def launch_route(
             NORMALISE=normalise, VOTE=vote, **constants(rule), **early_start(logits.device),
             num_warps=block if vote == 1 else 1 if block == 1 else 4,
         )  # fmt: skip
-    return _second(ids, gates, rows, counts, voting, mark, experts, rule) if vote == 2 else (ids, gates)
+    return _second(ids, gates, rows, factor, counts, voting, mark, experts, rule) if vote == 2 else (ids, gates)
 
 
 def _second(
     ids: Tensor,
     gates: Tensor,
     rows: Tensor,
+    factor: Tensor,
     counts: Tensor,
     voting: Sequence[Tensor],
     mark: int,
@@ -128,8 +133,8 @@ def _second(
         every, votes = 0, torch.zeros(2 * sizes["EP"] + 1, dtype=torch.int32, device=ids.device)
         restore_kernel.vote[grid](ids, rows, votes, tokens, **sizes)
     restore_kernel.restore[grid](
-        ids, gates, rows, free, votes, counts, reads, new_ids, new_gates, tokens, mark, TP=every,
-        GAIN=constants(rule)["GAIN"], **sizes, **early_start(ids.device),
+        ids, gates, rows, factor, free, votes, counts, reads, new_ids, new_gates, tokens, mark, TP=every,
+        GAIN=constants(rule)["GAIN"], CODED=constants(rule)["CODED"], **sizes, **early_start(ids.device),
     )  # fmt: skip
     return new_ids, new_gates
 

@@ -34,16 +34,16 @@ def power_of_two(n: int) -> int:
     return max(1, triton.next_power_of_2(n))
 
 
-def run(x: Tensor, ids: Tensor, gates: Tensor, weights: Weights) -> Tensor:
-    """The experts of one layer."""
+def run(x: Tensor, ids: Tensor, gates: Tensor, weights: Weights, mean: Tensor | None = None) -> Tensor:
+    """The experts of one layer; with mean [E, d] a slot coded −2 − e adds its gate times mean[e]."""
     if x.shape[0] == 0:
         return torch.empty_like(x)
     x, ids, gates = x.contiguous(), ids.contiguous(), gates.contiguous()
     if weights.w_in.device != x.device and ids.numel() >= STAGED * weights.shape[0]:
         weights = _staged(weights, x.device)
     if x.shape[0] <= ONE and not weights.layout.transposed:  # transposed rows are not contiguous
-        return _one(x, ids, gates, weights)
-    return _many(x, ids, gates, weights)
+        return _one(x, ids, gates, weights, mean)
+    return _many(x, ids, gates, weights, mean)
 
 
 def _staged(weights: Weights, device: torch.device) -> Weights:
@@ -92,7 +92,7 @@ def _down_options(weights: Weights, tiles: Tiles, m: int) -> dict[str, object]:
     }  # fmt: skip
 
 
-def _one(x: Tensor, ids: Tensor, gates: Tensor, weights: Weights) -> Tensor:
+def _one(x: Tensor, ids: Tensor, gates: Tensor, weights: Weights, mean: Tensor | None) -> Tensor:
     (tokens, k), (experts, d, m) = ids.shape, weights.shape
     tiles, early = one_tiles(tokens, d, m, weights.columns), early_start(x.device)
     h = torch.empty(tokens * k, m, dtype=x.dtype, device=x.device)
@@ -109,15 +109,16 @@ def _one(x: Tensor, ids: Tensor, gates: Tensor, weights: Weights) -> Tensor:
         **_up_options(weights, tiles, d),
     )  # fmt: skip
     one_kernel.one_down[down[::-1] if beside else down](
-        h, ids, gates, *_near(weights, weights.w_out), s_out, b_out, y, experts, d, m,
+        h, ids, gates, _or(mean, x), *_near(weights, weights.w_out), s_out, b_out, y, experts, d, m,
         *weights.strides(weights.w_out), *out_factors,
         TOP_K=k, KP=power_of_two(k), KC=min(tiles.bm, power_of_two(k)), KSTEPS=triton.cdiv(m, tiles.bk_down),
-        AHEAD=tiles.stages_down, BESIDE=beside, NEAR=near, **early, **_down_options(weights, tiles, m),
+        AHEAD=tiles.stages_down, BESIDE=beside, NEAR=near, MEAN=mean is not None, **early,
+        **_down_options(weights, tiles, m),
     )  # fmt: skip
     return y
 
 
-def _many(x: Tensor, ids: Tensor, gates: Tensor, weights: Weights) -> Tensor:
+def _many(x: Tensor, ids: Tensor, gates: Tensor, weights: Weights, mean: Tensor | None) -> Tensor:
     (tokens, k), (experts, d, m) = ids.shape, weights.shape
     slots, large, early = tokens * k, hopper(x.device), early_start(x.device)
     tiles = _fitting(many_tiles(slots // experts, d, m, x.dtype, large), weights)
@@ -146,7 +147,7 @@ def _many(x: Tensor, ids: Tensor, gates: Tensor, weights: Weights) -> Tensor:
     )  # fmt: skip
     width = min(1024, power_of_two(d))
     many_kernel.many_sum[(tokens, triton.cdiv(d, width))](
-        parts, ids, y, experts, d, TOP_K=k, BN=width, num_warps=4, **early
+        parts, ids, gates, _or(mean, x), y, experts, d, TOP_K=k, BN=width, MEAN=mean is not None, num_warps=4, **early
     )
     return y
 

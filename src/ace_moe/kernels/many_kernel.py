@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from .launch import take_turn
-from .products_kernel import dot_down, dot_up, first_of
+from .products_kernel import dot_down, dot_up, first_of, stand_in
 
 
 @triton.jit
@@ -117,8 +117,13 @@ def many_down(
 
 
 @triton.jit
-def many_sum(parts, ids, y, E, d, TOP_K: tl.constexpr, BN: tl.constexpr, EARLY: tl.constexpr):
-    """y [T, d] ← sum of a token's kept parts, in slot order, fp32. Grid (T, tiles of d): T may pass 65,535."""
+def many_sum(
+    parts, ids, gates, mean, y, E, d, TOP_K: tl.constexpr, BN: tl.constexpr, MEAN: tl.constexpr, EARLY: tl.constexpr
+):
+    """y [T, d] ← sum of a token's kept parts, in slot order, fp32. Grid (T, tiles of d): T may pass 65,535.
+
+    MEAN: a slot coded −2 − e adds gate · mean[e].
+    """
     take_turn(EARLY)
     token = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * BN + tl.arange(0, BN)
@@ -127,4 +132,6 @@ def many_sum(parts, ids, y, E, d, TOP_K: tl.constexpr, BN: tl.constexpr, EARLY: 
         e = tl.load(ids + token * TOP_K + slot)
         width = tl.where((e >= 0) & (e < E), d, 0)  # nothing was written for a skipped slot
         total += tl.load(parts + (token * TOP_K + slot) * d + n, mask=n < width, other=0.0).to(tl.float32)
+        if MEAN:
+            total += stand_in(e, gates + token * TOP_K + slot, mean, n, d)
     tl.store(y + token * d + n, total.to(y.dtype.element_ty), mask=n < d)

@@ -128,3 +128,12 @@ def dot_down(
     if BIAS:
         out += tl.load(b + n, mask=inside, other=0.0).to(tl.float32)[None, :]
     return out
+
+
+@triton.jit
+def stand_in(e, gate, mean, n, d):
+    """gate · mean[e] at columns n [BN], fp32, for a slot coded −2 − e; nothing for any other."""
+    coded = e < -1
+    row = mean + tl.where(coded, -2 - e, 0).to(tl.int64) * d
+    weight = tl.load(gate, mask=coded, other=0.0).to(tl.float32)
+    return weight * tl.load(row + n, mask=n < tl.where(coded, d, 0), other=0.0).to(tl.float32)

@@ -22,7 +22,7 @@ from ..errors import PlanError, brief
 from . import curves, metadata
 from .shapes import Expected, Tables, check_factor_names, check_layers, check_values
 
-TENSOR = re.compile(r"layers\.(?P<key>.+)\.(?P<table>[a-z_]+)")
+TENSOR = re.compile(r"layers\.(?P<key>.+)\.(?P<table>[a-z_][a-z0-9_]*)")
 CURVE = re.compile(r"curves\.\d+")
 NO_PLAN = "It is truncated or no plan; build it again with `ace tables`."
 DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32"}

@@ -36,12 +36,14 @@ def update(path: str | Path, had: Plan, made: Plan) -> Plan:
 
 
 def _merged(now: Plan, had: Plan, made: Plan) -> Plan:
-    rest = [f.name for f in fields(Plan) if f.name not in ("fingerprint", "thresholds", "curves")]
+    rest = [f.name for f in fields(Plan) if f.name not in ("fingerprint", "thresholds", "curves", "recommendation")]
     changes = {name: _joined(*(getattr(plan, name) for plan in (now, had, made))) for name in rest}
     merged = replace(now, **changes)
     for curve in made.curves:
         if not any(equal(curve, other) for other in had.curves):
             merged = merged.with_curve(curve)
+    if not equal(made.recommendation, had.recommendation):
+        merged = replace(merged, recommendation=made.recommendation)  # one choice: not the keys of two
     merged = merged.with_thresholds([t for t in made.thresholds if t not in had.thresholds])
     return replace(merged, default_workload=changes["default_workload"] or merged.default_workload)
 

@@ -4,12 +4,14 @@ from .bounds import least_reading, most_within
 from .mapping import Fit, Histogram
 from .own_text import own_windows, text_for, texts_for
 from .recipe import Mapped, Passes, calibrate, calibration_part, fit_budgets, map_budgets, prepare
+from .tuning import Tuned, tune
 
 __all__ = [
     "Fit",
     "Histogram",
     "Mapped",
     "Passes",
+    "Tuned",
     "calibrate",
     "calibration_part",
     "fit_budgets",
@@ -20,4 +22,5 @@ __all__ = [
     "prepare",
     "text_for",
     "texts_for",
+    "tune",
 ]

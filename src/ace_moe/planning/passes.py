@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from .. import progress
-from ..checkpoint import MoEModel
+from ..checkpoint import MoEModel, Site
 from ..integrations.transformers import Attachment
 from ..plan import Plan
 from ..policies import Decision, Policy, Routing, TokenPolicy
@@ -36,10 +36,11 @@ def read_through(model: PreTrainedModel, windows: Windows, batch: int = 1) -> No
 
 
 @contextmanager
-def attached(model: PreTrainedModel, plan: Plan, policy: Policy) -> Iterator[Runtime]:
-    """The policy in the model, on the torch path: mapping looks at contributions there."""
+def attached(model: PreTrainedModel, plan: Plan, policy: Policy, sites: list[Site] | None = None) -> Iterator[Runtime]:
+    """The policy in the model, on the torch path: mapping looks at contributions there. `sites`, if they are known: finding
+    them takes a twin of the model."""
     runtime = Runtime(plan, policy)
-    attachment = Attachment(model, runtime, MoEModel.of(model).sites, "torch")
+    attachment = Attachment(model, runtime, MoEModel.of(model).sites if sites is None else sites, "torch")
     try:
         yield runtime
     finally:

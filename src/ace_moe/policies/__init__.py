@@ -2,10 +2,11 @@
 
 from .ace import Ace
 from .base import Decision, Policy, Routing, Tables, TokenPolicy
-from .registry import POLICIES, PRESETS, choose, find, make, parse
+from .registry import AUTO, POLICIES, PRESETS, choose, find, make, parse
 from .single import Gsp, Rcr, Share
 
 __all__ = [
+    "AUTO",
     "POLICIES",
     "PRESETS",
     "Ace",

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from ..text import Windows
 
 COMMON = ("gain", "min_active", "min_mass", "factor")
+GAIN_TABLE = "gain_"  # what a table begins with that has one gain for each layer
+MOST_GAIN = 4.0
+MEAN = "mean_output"
 Mapped = Literal["quantile", "search"]
 
 
@@ -48,8 +51,7 @@ class Policy(ABC):
     factor: str | None = None  # a table with one number a layer that contributions are multiplied by
 
     def __post_init__(self) -> None:
-        if self.gain not in GAINS:
-            raise PolicyError(f"gain must be one of {', '.join(GAINS)}, not {self.gain!r}.")
+        object.__setattr__(self, "gain", _named(self.gain))
         if not isinstance(self.min_active, int) or self.min_active < 1:
             raise PolicyError(f"min_active must be a whole number of at least 1, not {self.min_active!r}.")
         if not isinstance(self.min_mass, (int, float)) or not 0 <= self.min_mass <= 1:
@@ -78,8 +80,9 @@ class Policy(ABC):
 
     @property
     def tables(self) -> tuple[str, ...]:
-        """All tables a layer must have: the method's own and the factor's."""
-        return self.needs if self.factor is None else (*self.needs, self.factor)
+        """All tables a layer must have: the method's own, the factor's and the gain's."""
+        further = (self.factor, self.gain if self.gain.startswith(GAIN_TABLE) else None)
+        return (*self.needs, *(name for name in further if name is not None))
 
     def ready(self, name: str, table: Tensor) -> Tensor:
         """A table as the method uses it; made once for each layer."""
@@ -103,20 +106,36 @@ class Policy(ABC):
 
     def skip(self, routing: Routing, keep: Tensor) -> Decision:
         """The decision that runs the slots in `keep` and no others."""
-        return Decision(routing.ids, rule.rescale(routing.gates, keep, self.gain), keep)
+        return Decision(routing.ids, rule.rescale(routing.gates, keep, self.gain, routing.constant), keep)
 
     def reroute(self, routing: Routing, ids: Tensor, gates: Tensor, keep: Tensor) -> Decision:
         """The decision that runs other slots than the routed ones: the gain compares their gates with the router's."""
         before, after = routing.gates.float(), torch.where(keep, gates.float(), 0.0)
-        scaled = after * _gain_between(before, after, self.gain)
+        scaled = after * _gain_between(before, after, self.gain, routing.constant)
         changed = (~keep | (ids != routing.ids)).any(-1, keepdim=True)
         return Decision(ids, torch.where(changed, scaled.to(routing.gates.dtype), routing.gates), keep)
 
 
-def _gain_between(before: Tensor, after: Tensor, gain: Gain) -> Tensor:
+def _named(gain: object) -> Gain:
+    """A gain as plans write it: a number is its shortest text."""
+    if isinstance(gain, str) and (gain in GAINS or gain.startswith(GAIN_TABLE)):
+        return gain
+    try:
+        value = float(gain)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        value = -1.0
+    if isinstance(gain, bool) or not 0 < value <= MOST_GAIN:
+        raise PolicyError(
+            f"gain must be one of {', '.join(GAINS)}, a number above 0 and up to {MOST_GAIN:g}, or a table {GAIN_TABLE}… of the "
+            f"plan, not {gain!r}."
+        )
+    return f"{value:g}"
+
+
+def _gain_between(before: Tensor, after: Tensor, gain: Gain, constant: Tensor | None) -> Tensor:
     """`rule.gain_factor` for gates that were changed as well as left out; [T, 1]."""
-    if gain == "none":
-        return torch.ones_like(before[..., :1])
+    if gain == "none" or gain not in GAINS:
+        return rule.gain_factor(before, before > 0, gain, constant)
     power = 2 if gain == "power" else 1
     every, kept = (g.pow(power).sum(-1, keepdim=True) for g in (before, after))
     factor = torch.where(kept > 0, every / kept, 1.0)
@@ -128,22 +147,30 @@ class TokenPolicy(Policy):
     """Decides each token by itself: skip the slots whose contribution is under the threshold.
 
     `denominator` k2 divides the gates by the mass of the router's top-k2 instead of its top-k; 0 leaves them as they are.
+    `compensate="mean"`: a skipped slot adds its gate times what its expert answers on average, a table from weights alone.
     """
 
     mapping: ClassVar[Mapped] = "quantile"
     token_local: ClassVar[bool] = True
 
     denominator: int = 0
+    compensate: str | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not isinstance(self.denominator, int) or self.denominator < 0:
             raise PolicyError(f"denominator is a number of experts, or 0 for the model's k; not {self.denominator!r}.")
+        if self.compensate not in (None, "mean"):
+            raise PolicyError(f"compensate is mean or nothing, not {self.compensate!r}.")
 
     @property
     def params(self) -> dict[str, Any]:
-        found = super().params
-        return found if found["denominator"] else {k: v for k, v in found.items() if k != "denominator"}
+        """Without what says nothing."""
+        return {k: v for k, v in super().params.items() if v or k not in ("denominator", "compensate")}
+
+    @property
+    def tables(self) -> tuple[str, ...]:
+        return super().tables if self.compensate is None else (*super().tables, MEAN)
 
     @property
     def needs_logits(self) -> bool:  # type: ignore[override]
@@ -174,7 +201,7 @@ class TokenPolicy(Policy):
         return self.skip(routing, rule.kept(protected, routing.threshold))
 
     def skip(self, routing: Routing, keep: Tensor) -> Decision:
-        gates = rule.rescale(routing.gates, keep, self.gain)
+        gates = rule.rescale(routing.gates, keep, self.gain, routing.constant)
         return Decision(routing.ids, self._divided(routing, gates, keep) if self.denominator else gates, keep)
 
     def _divided(self, routing: Routing, gates: Tensor, keep: Tensor) -> Tensor:

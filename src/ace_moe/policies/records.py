@@ -23,6 +23,7 @@ class Routing(NamedTuple):
     length: int = 0  # tokens of one sequence in this pass; 0 if unknown: then the pass counts as one sequence
     norms: Callable[[], Tensor] | None = None  # ‖f_e(x)‖ of every slot, [T, k]: runs every slot's expert
     factor: Tensor | None = None  # [], what the layer's contributions are multiplied by; ∞ guards the layer
+    constant: Tensor | None = None  # [], what kept gates are multiplied by where the gain is a constant
 
 
 class Decision(NamedTuple):

@@ -43,6 +43,7 @@ ALL: tuple[type[Policy], ...] = (
 POLICIES: dict[str, type[Policy]] = {cls.name: cls for cls in ALL}
 PRESETS: dict[str, Policy] = {"paper": Ace(fusion="max", gain="kept", min_active=1, min_mass=0.0)}
 GROUP = "ace_moe.policies"  # of entry points: NAME = "module:Class"
+AUTO = "auto"  # what a plan says; where it says nothing, the plain gate share, best by KL of what needs gates alone
 
 
 def parse(text: str) -> tuple[str, dict[str, Any]]:
@@ -115,12 +116,12 @@ def _check_settings(cls: type[Policy], name: str, settings: dict[str, Any]) -> N
         )
 
 
-def choose(policy: str | Policy = "ace", preset: str | None = None, **settings: Any) -> Policy:
+def choose(policy: str | Policy = AUTO, preset: str | None = None, **settings: Any) -> Policy:
     """The policy of a name or a preset, with the settings that are given."""
     if preset is None:
-        return make(policy, **settings)
+        return make("share" if policy == AUTO else policy, **settings)
     if preset not in PRESETS:
         raise PolicyError(f"There is no preset {preset!r}. Choose one of: {', '.join(PRESETS)}.")
-    if policy not in ("ace", PRESETS[preset].name):
+    if policy not in (AUTO, PRESETS[preset].name):
         raise PolicyError(f"Preset {preset!r} is a policy by itself; give it or policy={policy!r}, not both.")
     return make(PRESETS[preset], **settings)

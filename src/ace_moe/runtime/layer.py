@@ -13,6 +13,7 @@ from .. import rule
 from ..errors import IntegrationError, PlanError
 from ..plan import missing_table
 from ..policies import Decision, Policy, Routing, TokenPolicy
+from ..policies.base import MEAN
 from ..policies.calibration import answers
 from .executors import Chosen
 from .rows import PHASES, Same, Tokens, row_of
@@ -86,13 +87,19 @@ class Layer(nn.Module):
         for name in policy.tables:
             if name not in tables:
                 raise PlanError(missing_table(policy.key, name, policy.calibrated))
-            table = tables[name].detach().to(device, torch.float32, copy=True).contiguous()
+            # of a vector for each expert half the bytes will do: they are read for every skipped slot
+            kind = torch.bfloat16 if name == MEAN and device.type == "cuda" else torch.float32
+            table = tables[name].detach().to(device, kind, copy=True).contiguous()
             self._keep(f"table_{name}", policy.ready(name, table) if name in policy.needs else table)
         form = policy.kernel_rule()
         own = tables[form.factor] if form is not None and form.factor else 1.0
         common = torch.inf if guarded else tables[policy.factor] if policy.factor else 1.0
         self.weighed = policy.factor is not None
-        self._keep("factor", torch.tensor([float(own), float(common)], dtype=torch.float32, device=device))
+        gain = (
+            1.0 if policy.gain in rule.GAINS else tables[policy.gain] if policy.gain in tables else float(policy.gain)
+        )
+        numbers = [float(own), float(common), float(gain)]
+        self._keep("factor", torch.tensor(numbers, dtype=torch.float32, device=device))
         self._keep("counts", torch.zeros(len(self.state.tau), 3, dtype=torch.int64, device=device))
         self._keep("reads", torch.zeros(2, 2, dtype=torch.int64, device=device))
         shared = self.state.on(device)
@@ -110,7 +117,8 @@ class Layer(nn.Module):
         from ..kernels import decide
 
         policy, weighed = self.policy, self.weighed or form.factor is not None
-        self.rule = str(decide.Rule(form, policy.gain, policy.min_active, policy.min_mass, weighed))
+        gain, coded = policy.gain if policy.gain in rule.GAINS else rule.CONSTANT, self.mean is not None
+        self.rule = str(decide.Rule(form, gain, policy.min_active, policy.min_mass, weighed, coded))
         self.views = tuple(f"table_{name}" for name in form.tables)
         self._rule = decide.rule if opaque else decide.launch_rule
         self._route = decide.route if opaque else decide.launch_route
@@ -132,6 +140,8 @@ class Layer(nn.Module):
         else:
             decision = self._in_torch(ids, gates, rows, hidden)
             found = torch.where(decision.keep, decision.ids, self.mark), decision.gates
+            if self.mean is not None:
+                found = rule.coded(*found, ids, gates, decision.keep)
         if self.after is not None:
             self.after()
         return found
@@ -197,7 +207,13 @@ class Layer(nn.Module):
             length=0 if policy.token_local else self.tokens.length(ids.shape[0]),
             norms=cache(partial(self._norms, hidden, ids)) if policy.needs_norms and hidden is not None else None,
             factor=self.factor[1] if self.weighed else None,
+            constant=None if policy.gain in rule.GAINS else self.factor[2],
         )
+
+    @property
+    def mean(self) -> Tensor | None:
+        """[E, d]: what stands in for a skipped slot of each expert; such slots are coded then (`rule.coded`)."""
+        return getattr(self, f"table_{MEAN}") if MEAN in self.policy.tables else None
 
     def _tables(self) -> dict[str, Tensor]:
         return {name: getattr(self, f"table_{name}") for name in self.policy.tables}

@@ -11,15 +11,60 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import BudgetError, PlanError
+from ..errors import BudgetError, PlanError, PolicyError
 from ..plan import Answer, Plan, missing_table
-from ..policies import Policy
+from ..plan.workloads import pick
+from ..policies import AUTO, POLICIES, Policy, choose, make
+from ..policies.base import COMMON
 from .rows import PHASES
 
 Skip = float | Mapping[str, float]
 FULL = '{"prefill": 0.3, "decode": 0.5}'
 APART = "budgets differ by phase, and thresholds were measured with one for all: realised ratios may differ"
 HOST: Any = {"dtype": torch.float32, "device": "cpu"}  # an engine may build its layers under other defaults
+
+
+# ---- the policy ---------------------------------------------------------------------------------------------------------
+
+
+def policy_for(
+    plan: Plan,
+    policy: str | Policy = AUTO,
+    preset: str | None = None,
+    workload: str | None = None,
+    served: bool = False,
+    **settings: Any,
+) -> Policy:
+    """The policy that is meant. `auto`: the plan's recommendation, else its newest thresholds' (of a text that is named),
+    else the gate share. `served`: the recommendation for engines in which nothing stands in for skipped slots."""
+    known = _recommended(plan, served, workload) if policy == AUTO and preset is None else None
+    if known is None:
+        return choose(policy, preset, **settings)
+    name = known.get("policy") if isinstance(known, Mapping) else known
+    if not isinstance(name, str) or name not in POLICIES:  # a file may not say which code is run
+        raise PlanError(
+            f"The plan's own choice is policy {name!r:.80}, which is none of this package. Name the policy you want (--policy)."
+        )
+    try:
+        common = {key: known[key] for key in COMMON if key in known}
+        return make(name, **{**dict(known.get("params", {})), **common, **settings})
+    except (PolicyError, TypeError, ValueError) as error:
+        raise PlanError(
+            f"The plan's own choice cannot be used: {error} Name the policy you want (--policy), or run `ace tune` again."
+        ) from error
+
+
+def _recommended(plan: Plan, served: bool, workload: str | None) -> Mapping[str, Any] | None:
+    found = plan.recommendation or {}
+    settings = (found.get("served") if served else None) or found.get("settings")
+    if settings is not None:
+        return settings
+    text = None if workload is None else pick(plan.workloads, workload).sha256
+    newest = [t for t in plan.thresholds if text in (None, t.workload.sha256)]
+    return newest[-1].settings if newest else None
+
+
+# ---- budgets ------------------------------------------------------------------------------------------------------------
 
 
 def thresholds(plan: Plan, policy: Policy, skip: Skip, workload: str | None = None) -> Tensor:

@@ -1,4 +1,4 @@
-"""Tables computed from weights alone: one number per expert with mean 1 in its layer, or one per pair of experts."""
+"""Tables computed from weights alone: one number per expert with mean 1 in its layer, one per pair of experts, or a vector."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..checkpoint.records import MoELayer
 from ..errors import CheckpointError, StructureError
-from . import aimer, gsp, rcr, signature
+from . import aimer, gsp, mean, rcr, signature
 
 EPSILON = 1e-8
 BUILT = ("gsp", "rcr")  # what every plan has; others are built on request
@@ -18,11 +18,13 @@ TABLES: dict[str, Callable[[MoELayer], Tensor]] = {
     "rcr_uncentred": rcr.uncentred,
     "aimer": aimer.raw,
     "sere_weights": signature.raw,
+    "mean_output": mean.raw,
 }
+SHAPES = {"mean_output": ("experts", "hidden")}  # of tables that are not one number for each expert or pair
 
 
 def table(name: str, layer: MoELayer) -> Tensor:
-    """The named table of one layer, float32: [E] with mean 1, or [E, E] as it is."""
+    """The named table of one layer, float32: [E] with mean 1, [E, E] or [E, d] as it is."""
     values = TABLES[name](layer).float()
     if not values.isfinite().all():  # NaN and infinite experts end up here: every weight of an expert enters its number
         expert = int((~values.isfinite()).nonzero()[0, 0])

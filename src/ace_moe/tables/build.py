@@ -15,7 +15,7 @@ from ..checkpoint import MoELayer, MoEModel
 from ..checkpoint.model import check_sizes
 from ..errors import OutputError, PlanError, StructureError
 from ..plan import Plan
-from . import TABLES, tables
+from . import SHAPES, TABLES, tables
 
 MOST_KEPT = 64  # plans of models that were given none; each has under a few MiB
 logger = logging.getLogger("vllm.ace_moe")  # what happens in an engine's worker is seen in its log
@@ -61,7 +61,7 @@ def add_tables(plan: Plan, wanted: Iterable[str], model: str | Path | PreTrained
         found[site.key], missing = tables(moe.layer(site), names)
         if missing:
             raise StructureError(" ".join(missing.values()))
-    return plan.with_tables(found)
+    return plan.with_tables(found, shapes={name: SHAPES[name] for name in names if name in SHAPES})
 
 
 def _moe(model: str | Path | PreTrainedModel | MoEModel) -> MoEModel:

@@ -95,6 +95,8 @@ class Attachment:
                 )
             _refuse_adapters(model, site)
             layer = self._add(module, site, self._pass(model, site.path))
+            if layer.mean is not None:
+                _refuse_mean(model, module)
             if not is_registered(module):
                 self._hook_unregistered(site.path, module, layer)
             if layer.policy.needs_logits:
@@ -315,6 +317,16 @@ def device_of(module: nn.Module) -> torch.device:
     if parked is None:
         return next(module.parameters()).device
     return torch.device(parked if not isinstance(parked, int) else f"cuda:{parked}")
+
+
+def _refuse_mean(model: nn.Module, module: nn.Module) -> None:
+    """What stands in for skipped slots is added once, behind experts that we run."""
+    own = "" if is_registered(module) else f"{type(module).__name__} is outside transformers' experts registry"
+    spread = "every rank of a tensor-parallel model would add it" if (getattr(model, "_tp_size", None) or 1) > 1 else ""
+    if own or spread:
+        raise IntegrationError(
+            f"Nothing can stand in for skipped slots here: {own or spread}. Leave `compensate` out, or name another --policy."
+        )
 
 
 def _refuse_adapters(model: nn.Module, site: Site) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers.integrations.finegrained_fp8 import FP8ExpertsInterface, fp8_grouped_mm_experts_forward
 from transformers.integrations.moe import ExpertsInterface, grouped_mm_experts_forward
 
+from ... import rule
 from ...checkpoint.structure import is_registered
 from ...runtime.executors import Chosen, Offer, choose, compact
 
@@ -46,7 +47,13 @@ def _implementation(stock: Stock, ruled: bool = True) -> Stock:
         ids, gates = top_k_index, top_k_weights
         if ruled and layer.at == "experts":
             ids, gates = layer.decide(ids, gates, hidden_states)
-        return layer.chosen.executor(stock, self, hidden_states, ids, gates)
+        executor = layer.chosen.executor
+        if layer.mean is None or executor.name == Kernels.name:  # the kernels add it themselves
+            return executor(stock, self, hidden_states, ids, gates)
+        added = rule.stand_in(ids, gates, layer.mean)
+        ids, gates = torch.where(ids < 0, layer.mark, ids), torch.where(ids < 0, 0.0, gates)
+        found = executor(stock, self, hidden_states, ids, gates)
+        return (found.float() + added).to(found.dtype)
 
     return forward
 
@@ -93,7 +100,7 @@ class Kernels:
             hidden, ids, gates, module.gate_up_proj if gated else module.up_proj, module.down_proj,
             getattr(module, "gate_up_proj_bias" if gated else "up_proj_bias", None),
             getattr(module, "down_proj_bias", None), gated, layout.interleaved, layout.transposed,
-            *layout.activation, **self._factors(module), **self._copies(module),
+            *layout.activation, **self._factors(module), **self._copies(module), mean=getattr(module, CHILD).mean,
         )  # fmt: skip
 
     def _factors(self, module: nn.Module) -> dict[str, Any]:

@@ -6,11 +6,10 @@ from functools import wraps
 from typing import Any
 
 from ...plan import Plan
-from ...policies import choose
 from ...runtime.settings import check_tables
 from ...tables import TABLES
 from . import KEY
-from .settings import Settings, check_policy
+from .settings import Settings
 from .skipping import CONFIGURED, plain_torch
 
 
@@ -40,11 +39,11 @@ def check(additional: Any) -> None:
     if given == CONFIGURED:
         return
     settings = Settings.from_dict(given)
-    policy = choose(settings.policy, settings.preset, **settings.policy_settings)
-    check_policy(policy)
+    settings.chosen()
     if settings.plan is None:
         return  # it is made by the worker that comes first
     with plain_torch():
         plan = Plan.load(settings.plan)
+        policy = settings.chosen(plan)
         check_tables(plan, policy, set(TABLES))
         settings.check_budgets(plan, policy)

@@ -12,8 +12,8 @@ from typing import Any
 from ...checkpoint import MoEModel
 from ...errors import OptionError, PolicyError
 from ...plan import Plan
-from ...policies import Policy, TokenPolicy, choose
-from ...runtime.settings import Skip, check_tables
+from ...policies import AUTO, Policy, TokenPolicy, choose
+from ...runtime.settings import Skip, check_tables, policy_for
 from ...runtime.tracking import Control, look_up
 from ...tables import TABLES
 from ...tables.build import add_tables, automatic_plan
@@ -39,7 +39,7 @@ class Settings:
 
     plan: str | None = None
     skip: Skip = 0.0
-    policy: str | Policy = "ace"
+    policy: str | Policy = AUTO
     preset: str | None = None
     workload: str | None = None
     allow_other_weights: bool = False
@@ -101,6 +101,15 @@ class Settings:
         for budget in (self.skip, *([] if self.skip_max is None else [self.skip_max])):
             look_up(plan, policy, budget, self.workload, self.control)
 
+    def chosen(self, plan: Plan | None = None) -> Policy:
+        """The policy, which a plan may choose; one that can be served."""
+        if plan is None:
+            policy = choose(self.policy, self.preset, **self.policy_settings)
+        else:
+            policy = policy_for(plan, self.policy, self.preset, self.workload, served=True, **self.policy_settings)
+        check_policy(policy)
+        return policy
+
     @property
     def fuses(self) -> bool:
         """A trace needs what the router said, which the fused kernel does not give away."""
@@ -114,13 +123,12 @@ class Settings:
     def open(self, model: str | Path | None) -> tuple[Plan, Policy]:
         """The plan and the policy, checked; same errors and words as in transformers. Tables it lacks are made from the
         checkpoint's weights, where that is known."""
-        policy = choose(self.policy, self.preset, **self.policy_settings)
-        check_policy(policy)
+        self.chosen()  # what cannot be served is said before tables are computed
+        plan = Plan.load(self.plan) if self.plan or model is None else automatic_plan(model)  # type: ignore[arg-type]
+        policy = self.chosen(plan)
         if model is None:
-            plan = Plan.load(self.plan)  # type: ignore[arg-type]
             check_tables(plan, policy, set())
             return plan, policy
-        plan = Plan.load(self.plan) if self.plan else automatic_plan(model)
         check_tables(plan, policy, set(TABLES))
         if plan.lacks(policy.tables) and self.allow_other_weights:  # or adding to the plan would be refused
             plan = plan.check_model(MoEModel.open(model).fingerprint(), allow_other_weights=True)
@@ -157,7 +165,12 @@ def settings_of(vllm_config: Any) -> Settings | None:
 def check_policy(policy: Policy) -> None:
     """Only methods that decide a token by its gates and tables can be served: batches there mix requests."""
     if isinstance(policy, TokenPolicy) and policy.token_local and not policy.needs_logits and not policy.needs_norms:
-        return
+        if policy.compensate is None:
+            return
+        raise PolicyError(
+            f"compensate={policy.compensate!r} cannot be served: what stands in for skipped slots is added by our executors in "
+            "transformers alone. Leave it out."
+        )
     why = "it decides by the batch or the sequence, which mix requests in a server"
     if policy.needs_logits or policy.needs_norms:
         why = "it needs router logits or expert outputs beside the gates"

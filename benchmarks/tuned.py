@@ -1,0 +1,144 @@
+"""What `ace tune` chooses, held against every candidate it tried, on texts it did not see.
+
+    python benchmarks/tuned.py MODEL --tune wiki103.valid.txt --texts wiki.test.raw books.jsonl … [--device cuda] [-o FILE]
+
+Tuned on one text at the budgets, then measured on the others: each candidate's thresholds come from the unskipped model on the
+text itself, so all skip the same, and KL is moved to the budget from the ratio that was realised. `--candidates N`: the best N by
+tuning beside every score with `power`; 0 takes all. `--plain`: without the mean of skipped experts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+from ace_moe import build_plan
+from ace_moe.loading import load_model
+from ace_moe.planning import text_for, tune
+from ace_moe.planning.candidates import BASELINE, SCORES, key_of, label
+from ace_moe.planning.evidence import Evidence, Part, logs_at
+from ace_moe.planning.journal import Journal
+from ace_moe.planning.trials import Trials
+from ace_moe.policies import PRESETS, TokenPolicy, make
+from ace_moe.provenance import file_hash, provenance
+from ace_moe.statistics import relative_change
+
+ALLOWED = 0.05  # how far the choice may be behind the best candidate
+
+
+def measure(search: Trials, policies: list[TokenPolicy], count: int) -> dict[str, Any]:
+    """By candidate: KL at each budget, change of perplexity, KL by window for pairs."""
+    found, part, tokens = {}, Part(0, count), search.windows.ids.shape[1] - 1
+    tell = Evidence(search.journal, search.budgets, part, tokens)
+    for policy in policies:
+        search.measure(policy, count)
+        rows, row = search.journal.rows[key_of(policy)], tell.row(policy)
+        found[label(policy)] = {
+            "kl": [math.exp(x) / tokens for x in logs_at(rows, search.budgets, part)],
+            "realised": row["realised"],
+            "perplexity_change": row["perplexity_change"],
+            "by_window": [[round(cell[0] / tokens, 6) for cell in window] for window in rows[:count]],
+        }
+    return found
+
+
+def judge(texts: dict[str, dict[str, Any]], auto: str, budgets: list[float]) -> dict[str, Any]:
+    """KL in the mean over texts, and how far the choice is behind the best candidate, at each budget and in all."""
+    names = list(next(iter(texts.values())))
+    mean = {n: [sum(t[n]["kl"][i] for t in texts.values()) / len(texts) for i in range(len(budgets))] for n in names}
+    total = {n: sum(map(math.log, kls)) / len(kls) for n, kls in mean.items()}
+    best = min(total, key=lambda n: total[n])
+    behind = math.exp(total[auto] - total[best]) - 1
+    each = [mean[auto][i] / min(kls[i] for kls in mean.values()) - 1 for i in range(len(budgets))]
+    return {
+        "mean_kl": mean,
+        "auto": auto,
+        "best": best,
+        "behind": behind,
+        "behind_each": each,
+        "met": behind <= ALLOWED,
+    }
+
+
+def with_mean(
+    texts: dict[str, dict[str, Any]], policies: list[TokenPolicy], budgets: list[float]
+) -> list[dict[str, Any]]:
+    """Candidates with the mean of skipped experts against the same without, over all windows in pairs."""
+    found = []
+    for policy in policies:
+        name, plain = label(policy), label(policy).removesuffix(", mean")
+        if not policy.compensate or plain not in next(iter(texts.values())):
+            continue
+        for i, budget in enumerate(budgets):
+            pairs = [
+                ([w[i] for w in t[name]["by_window"]], [w[i] for w in t[plain]["by_window"]]) for t in texts.values()
+            ]
+            mine, theirs = ([x for part in column for x in part] for column in zip(*pairs, strict=True))
+            found.append({"candidate": name, "budget": budget, "kl_change": vars(relative_change(mine, theirs))})
+    return found
+
+
+def listed(tuned: Any, number: int) -> list[TokenPolicy]:
+    """What is measured: named methods, the choice and its kin, and the best of the rest."""
+    tried = [make(r["settings"]["policy"], **r["settings"]["params"], **_common(r["settings"])) for r in tuned.tried]
+    rest = [p for p in tried if label(p) in {label(make(s, gain="power")) for s in SCORES}]
+    named = [tuned.policy, make(tuned.recommendation["served"]["policy"], **tuned.recommendation["served"]["params"],
+                                **_common(tuned.recommendation["served"])), PRESETS["paper"], make("ace"), BASELINE]  # fmt: skip
+    twins = [make(p, compensate=None) for p in tried[: number or len(tried)] if p.compensate]
+    twins += [make(tuned.policy, compensate=how) for how in (None, "mean")]
+    return list(dict.fromkeys([*named, *tried[: number or len(tried)], *twins, *rest]))  # type: ignore[list-item]
+
+
+def _common(settings: dict[str, Any]) -> dict[str, Any]:
+    return {name: settings[name] for name in ("gain", "min_active", "min_mass", "factor")}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--tune", type=Path, required=True)
+    parser.add_argument("--texts", type=Path, nargs="+", required=True)
+    parser.add_argument("--budgets", type=float, nargs="+", default=[0.4, 0.5, 0.6])
+    parser.add_argument("--tokens", type=int, default=16384, help="of the text that is tuned on")
+    parser.add_argument("--windows", type=int, default=4, help="of each text that is measured on")
+    parser.add_argument("--window", type=int, default=1024)
+    parser.add_argument("--candidates", type=int, default=12)
+    parser.add_argument("--plain", action="store_true")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--work", type=Path, help="a file beside which a stopped search goes on")
+    parser.add_argument("-o", "--out", type=Path)
+    options = parser.parse_args()
+    model, plan, start = load_model(options.model, options.device), build_plan(options.model), time.perf_counter()
+    windows = text_for(model, options.model, options.tune, options.window, options.tokens)
+    tuned = tune(model, plan, windows, options.budgets, mean=not options.plain, path=options.work)
+    seconds = time.perf_counter() - start
+    result: dict[str, Any] = {
+        "kind": "tuned",
+        "provenance": provenance(model.device, {p.name: file_hash(p) for p in (options.tune, *options.texts)}),
+        "model": options.model.name,
+        **{"budgets": options.budgets, "window": options.window, "windows": options.windows, "seconds": seconds},
+        **{"recommendation": tuned.recommendation, "tried": tuned.tried, "texts": {}},
+    }
+    result["command"] = result["provenance"]["command"]
+    policies = listed(tuned, options.candidates)
+    for text in options.texts:
+        read = text_for(model, options.model, text, options.window, options.windows * options.window)
+        search = Trials(model, tuned.searched, read, options.budgets, Journal(None, {}))
+        usable = [p for p in policies if search.has(p.tables)]
+        result["texts"][text.name] = measure(search, usable, len(read.ids))
+        print(text.name, f"{time.perf_counter() - start:.0f} s", flush=True)
+    result["judged"] = judge(result["texts"], label(tuned.policy), options.budgets)
+    result["mean_of_skipped"] = with_mean(result["texts"], policies, options.budgets)
+    for name, kls in sorted(result["judged"]["mean_kl"].items(), key=lambda item: item[1][0]):
+        print(f"{name:60s}", *(f"{kl:.4f}" for kl in kls))
+    print({k: v for k, v in result["judged"].items() if k != "mean_kl"}, f"tuned in {seconds:.0f} s")
+    if options.out:
+        options.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

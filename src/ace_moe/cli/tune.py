@@ -1,0 +1,129 @@
+"""The settings that suit a model: tune."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.table import Table
+
+from . import show
+from .common import (
+    AllowOtherWeights,
+    AsJson,
+    Device,
+    Expand,
+    Model,
+    PlanPath,
+    app,
+    note,
+    out,
+    parse_budgets,
+    print_json,
+)
+
+if TYPE_CHECKING:
+    from ..plan import Plan
+
+SHOWN = 12  # candidates of a table
+
+
+@app.command(epilog="Example: ace tune Qwen/Qwen3-30B-A3B --plan qwen3.safetensors --text sample.txt")
+def tune(
+    model: Model,
+    plan: PlanPath,
+    text: Annotated[
+        Path | None,
+        typer.Option(help="Unlabelled text of the kind the model will serve. Default: the model writes its own."),
+    ] = None,
+    budgets: Annotated[
+        str, typer.Option(help="Fractions to skip that count: 0.5, 0.4,0.6 or from:to:step.")
+    ] = "0.4:0.6:0.1",
+    window: Annotated[int, typer.Option(help="Tokens in a window.")] = 1024,
+    tokens: Annotated[int, typer.Option(help="Tokens of the text to use; a quarter is held out.")] = 16384,
+    mean: Annotated[
+        bool,
+        typer.Option(help="Also try the mean of skipped experts, which vLLM does not run: it then gets the next best."),
+    ] = True,
+    allow_other_weights: AllowOtherWeights = False,
+    device: Device = None,
+    expand: Expand = False,
+    as_json: AsJson = False,
+) -> None:
+    """Find the score, gain, layer factors and floor that move this model's predictions least, and recommend them in the plan.
+
+    A run that was stopped goes on where it was. Afterwards `policy auto`, the default everywhere, is what was found.
+    """
+    from ..checkpoint import MoEModel
+    from ..loading import load_model
+    from ..plan import Plan, update
+    from ..planning import text_for
+    from ..planning import tune as search
+    from ..provenance import file_hash, provenance
+    from ..runtime.settings import check_budget
+    from ..text import check_sizes, read_text
+
+    read = Plan.load(plan)
+    wanted = [check_budget(b, read.top_k) for b in parse_budgets(budgets)]
+    show.check_writable(plan)
+    check_sizes(window, tokens)
+    if text is not None:
+        read_text(text)  # a text that cannot serve is reported before gigabytes are loaded
+    loaded = load_model(model, device, expand=expand)
+    had = read.check_model(MoEModel.of(loaded).fingerprint(), allow_other_weights)
+    record = provenance(loaded.device, {} if text is None else {text.name: file_hash(text)})
+
+    def save(now: Plan) -> None:
+        update(plan, read, replace(now, made=(*had.made, record)))
+
+    windows = text_for(loaded, model, text, window, tokens)
+    found = search(loaded, had, windows, wanted, path=plan, mean=mean, save=save)
+    if as_json:
+        return print_json({"plan": str(plan), **found.recommendation, "tried": found.tried})
+    out.print(_tried(found.tried, wanted))
+    out.print(_evidence(found.recommendation))
+    _warn(found.recommendation)
+    label = found.recommendation["evidence"]["choice"]["label"]
+    following = f'ace run {model} --plan {plan} --skip {wanted[0]:g} --prompt "…"'
+    show.print_line(out, f"{plan}: {label} is recommended. Next: {following}")
+
+
+def _tried(tried: list[dict[str, Any]], budgets: list[float]) -> Table:
+    rows = [
+        [
+            row["label"],
+            str(row["windows"]),
+            *(f"{kl:.4f} {c:+.1%}" for kl, c in zip(row["kl"], row["perplexity_change"], strict=True)),
+        ]
+        for row in tried[:SHOWN]
+    ]
+    title = f"the best of {len(tried)} candidates: KL and change of perplexity where they were chosen"
+    return show.table(title, ["candidate", "windows", *(f"{b:.0%}" for b in budgets)], rows)
+
+
+def _evidence(recommendation: dict[str, Any]) -> Table:
+    evidence = recommendation["evidence"]
+    rows = []
+    for name in ("choice", "runner_up", "baseline"):
+        cells = [
+            f"{c['kl']['value']:.4f} ({c['kl_change']['value']:+.0%}), {c['perplexity_change']:+.1%}, {c['agreement']:.1%}"
+            for c in evidence[name]["measured"]
+        ]
+        rows.append([name.replace("_", "-"), evidence[name]["label"], *cells])
+    title = f"on {evidence['held_out']['tokens']:,} tokens held out: KL (against the baseline's), perplexity, agreement"
+    return show.table(title, ["", "candidate", *(f"{b:.0%}" for b in recommendation["budgets"])], rows)
+
+
+def _warn(recommendation: dict[str, Any]) -> None:
+    """A choice that is nearer to the unskipped model and yet predicts the text worse than the baseline is said to."""
+    evidence = recommendation["evidence"]
+    pairs = zip(evidence["choice"]["measured"], evidence["baseline"]["measured"], strict=True)
+    worse = max(mine["perplexity_change"] - theirs["perplexity_change"] for mine, theirs in pairs)
+    if worse > 0.005:
+        note(
+            f"KL is lower than the gate share's, perplexity up to {worse:.1%} higher: look at a task that matters to you"
+        )
+    if recommendation["served"] != recommendation["settings"]:
+        note("the mean of skipped experts runs in transformers alone; vLLM takes the best choice without it")
