@@ -69,13 +69,13 @@ def check_sizes(window: int, tokens: int | None = None, batch: int = 1) -> None:
         )
 
 
-def encode(tokenizer: Any, text: str, vocabulary: int) -> Tensor:
-    """The text's tokens [L], if they are the model's."""
+def encode(tokenizer: Any, text: str, vocabulary: int, special: bool = True) -> Tensor:
+    """The text's tokens [L], if they are the model's; `special`: with what the tokenizer puts around a text."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
         raise TextError(f"The text has characters that are no Unicode text ({error.reason}). Remove them.") from error
-    ids = torch.tensor(tokenizer(text, verbose=False)["input_ids"], dtype=torch.long)
+    ids = torch.tensor(tokenizer(text, verbose=False, add_special_tokens=special)["input_ids"], dtype=torch.long)
     if len(ids) and int(ids.max()) >= vocabulary:
         raise TextError(
             f"The tokenizer gives token {int(ids.max())}, the model knows {vocabulary}: it is the tokenizer of another "
