@@ -18,7 +18,7 @@ from .checkpoint.gguf import gguf_of
 from .checkpoint.model import load_config
 from .checkpoint.structure import model_class
 from .errors import AceError, CheckpointError, DeviceError, OptionError, TextError, brief
-from .text import Windows, cut, read_text
+from .text import Text, Windows, cut
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -147,10 +147,13 @@ def check_window(model: PreTrainedModel, window: int) -> None:
         )
 
 
-def load_windows(model: PreTrainedModel, tokenizer: Any, text: str | Path, window: int, tokens: int | None) -> Windows:
-    """The text file as windows of this model's tokens."""
+def load_windows(
+    model: PreTrainedModel, tokenizer: Any, text: str | Path | Text, window: int, tokens: int | None
+) -> Windows:
+    """The text as windows of this model's tokens."""
     check_window(model, window)
-    return cut(read_text(text), tokenizer, window, tokens, _vocabulary(model), Path(text).name)
+    found = Text.of(text)
+    return cut(found.content, tokenizer, window, tokens, _vocabulary(model), found.name)
 
 
 def _vocabulary(model: PreTrainedModel) -> int:
