@@ -284,7 +284,7 @@ def test_demo_ends_with_a_pair(plan: Path, tmp_path: Path) -> None:
     pair = demo.pair(tmp_path)
     assert pair.unskipped.tokens == demo.NEW_TOKENS and 0.15 < pair.realised < 0.45
     for line in demo.NEXT[1:3]:
-        program, command, *arguments = shlex.split(line.format(model=MODEL, plan="plan.safetensors"))
+        program, command, *arguments = shlex.split(line.format(plan="plan.safetensors"))
         assert program == "ace"
         COMMANDS[command].make_context(command, arguments)
 

@@ -12,7 +12,7 @@ import typer
 
 from ..errors import OptionError
 from ..files import replace_whole
-from .common import SKIP, AsJson, Device, app, note, out, parse_budgets, print_json
+from .common import SKIP, AsJson, Device, app, embedded, note, out, parse_budgets, print_json
 from .outputs import check_output
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ UNION = "With --routing skewed: experts that 16 tokens read. Default 49 of 128, 
 
 @app.command(epilog="Example: ace bench --shape qwen3-30b-a3b --skip 0,0.6 --rows full -o latency.json")
 def bench(
-    model: Annotated[str | None, typer.Argument(help="A checkpoint; leave it out with --shape.", metavar="MODEL")] = None,
+    model: Annotated[str | None, typer.Argument(help="A checkpoint; none with --shape.", metavar="MODEL", callback=embedded)] = None,
     shape: Annotated[str | None, typer.Option(help="Random weights of a known shape: qwen3-30b-a3b …")] = None,
     plan: Annotated[Path | None, typer.Option("--plan", "-p", help="Tables made before.", metavar="PLAN")] = None,
     skip: Annotated[str, typer.Option(help="Ratios to time, 0 among them: 0,0.6 or from:to:step.")] = f"0,{SKIP}",

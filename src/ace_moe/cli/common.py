@@ -60,7 +60,20 @@ out, err = Plain(), Plain(stderr=True)
 SKIP = 0.3  # the budget where none is given
 MOST_BUDGETS = 1000  # each takes passes of the model; a range this long has a step with a zero too many
 
-Model = Annotated[str, typer.Argument(help="A checkpoint folder or a hub repository (owner/name).", metavar="MODEL")]
+
+def embedded(name: str | None) -> str | None:
+    """ "demo" is the model that comes with the package, unless there is such a folder."""
+    if name != "demo" or Path(name).exists():
+        return name
+    return str(Path(__file__).parents[1] / "demo" / "model")
+
+
+Model = Annotated[
+    str,
+    typer.Argument(
+        help="A checkpoint folder, a hub repository (owner/name), or demo.", metavar="MODEL", callback=embedded
+    ),
+]
 PlanPath = Annotated[Path, typer.Option("--plan", "-p", help="The plan file.", metavar="PLAN")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1 … Default: the GPU if there is one.")]

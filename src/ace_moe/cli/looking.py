@@ -8,12 +8,12 @@ from typing import Annotated
 import typer
 
 from . import show, show_texts
-from .common import AsJson, app, err, out, print_json
+from .common import AsJson, app, embedded, err, out, print_json
 
 
 @app.command(epilog="Examples: ace inspect Qwen/Qwen3-30B-A3B, ace inspect plan.safetensors, ace inspect COPY ORIGINAL")
 def inspect(
-    target: Annotated[str, typer.Argument(help="A model or a plan file.", metavar="MODEL|PLAN")],
+    target: Annotated[str, typer.Argument(help="A model or a plan file.", metavar="MODEL|PLAN", callback=embedded)],
     other: Annotated[str | None, typer.Argument(help="Another, such as its original.", metavar="OTHER")] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -71,4 +71,4 @@ def demo(
     there = f", picture in {picture}" if picture else "; pip install 'ace-moe[report]' for a picture"
     show.print_line(out, f"plan and numbers in {output}/{there}")
     for line in tour.NEXT:
-        show.print_line(out, line.format(model=tour.MODEL, plan=output / "plan.safetensors"))
+        show.print_line(out, line.format(plan=output / "plan.safetensors"))

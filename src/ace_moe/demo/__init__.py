@@ -29,8 +29,8 @@ WINDOW, TOKENS = 1024, 6 * 1024
 PROMPT, NEW_TOKENS, SHOWN = "The river rises in the mountains and", 40, 0.3
 NEXT = (
     "Next, with the same model:",
-    "  ace chat {model} --plan {plan}",
-    "  ace run {model} --plan {plan} --skip 0.5 --beside --prompt TEXT",
+    "  ace chat demo --plan {plan}",
+    "  ace run demo --plan {plan} --skip 0.5 --beside --prompt TEXT",
     "and with yours:  ace plan MODEL  ·  ace run MODEL --beside --prompt TEXT  ·  ace serve MODEL",
 )
 
