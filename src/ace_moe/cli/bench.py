@@ -29,7 +29,7 @@ UNION = "With --routing skewed: experts that 16 tokens read. Default 49 of 128, 
 
 @app.command(epilog="Example: ace bench --shape qwen3-30b-a3b --skip 0,0.6 --rows full -o latency.json")
 def bench(
-    model: Annotated[str | None, typer.Argument(help="A checkpoint; none with --shape.", metavar="MODEL", callback=embedded)] = None,
+    model: Annotated[str | None, typer.Argument(help="None with --shape.", metavar="MODEL", callback=embedded)] = None,
     shape: Annotated[str | None, typer.Option(help="Random weights of a known shape: qwen3-30b-a3b …")] = None,
     plan: Annotated[Path | None, typer.Option("--plan", "-p", help="Tables made before.", metavar="PLAN")] = None,
     skip: Annotated[str, typer.Option(help="Ratios to time, 0 among them: 0,0.6 or from:to:step.")] = f"0,{SKIP}",
