@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import ast
 import json
-import os
 import re
 import shlex
 import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import typer.main
@@ -39,6 +37,9 @@ NOT_RUN = {
     r"--methods all|^ace study|--max-kl|--reads": "minutes; tests/evaluate and tests/planning run them",
     r"…|\.\.\.|\[--": "a pattern, not a command",
 }
+
+
+SHORT = partial(own_text.own_windows, samples=2, length=64)  # a text of the model's own, in a moment
 
 
 def commands(page: Path) -> list[str]:
@@ -72,6 +73,16 @@ def test_commands_parse(page: str, line: str) -> None:
         command.make_context(name, arguments)
 
 
+def test_quoted_messages_are_ours() -> None:
+    """What the troubleshooting page says you see is said somewhere."""
+    source = " ".join(path.read_text(encoding="utf-8") for path in (ROOT / "src").rglob("*.py"))
+    page = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    quoted = re.findall(r'^\| "([^"]+)"', page, re.M)
+    assert len(quoted) >= 5
+    for said in quoted:
+        assert re.sub(r" ?…|\d.*| of$", "", said).strip() in source, said
+
+
 def test_there_are_commands() -> None:
     run = [c for c in COMMANDS if reason(c[1]) is None]
     assert len(COMMANDS) > 40 and len(run) > 15
@@ -83,6 +94,7 @@ def test_commands_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     """In the page's order, on the embedded model with a short text."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("ACE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(own_text, "own_windows", SHORT)
     for name in ("sample.txt", "wiki.test.raw"):
         Path(name).write_text(TEXT.read_text(encoding="utf-8")[:9000], encoding="utf-8")
     Path("code.jsonl").write_text(json.dumps({"text": TEXT.read_text(encoding="utf-8")[9000:18000]}), encoding="utf-8")
@@ -102,12 +114,10 @@ def blocks(page: str) -> list[str]:
 def test_code_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert run_ace("plan", MODEL, "--text", TEXT, "--budgets", "0.3", "--tokens", 1024, "--window", 256).code == 0
-    with patch.dict(os.environ, {"HF_HUB_OFFLINE": "1"}), pytest.MonkeyPatch.context() as small:
-        short = partial(own_text.own_windows, samples=2, length=64)
-        small.setattr(own_text, "own_windows", short)
-        scope: dict[str, Any] = {}
-        for code in blocks(page):
-            exec(compile(code.replace("Qwen/Qwen3-30B-A3B", str(MODEL)), page, "exec"), scope)
+    monkeypatch.setattr(own_text, "own_windows", SHORT)
+    scope: dict[str, Any] = {}
+    for code in blocks(page):
+        exec(compile(code.replace("Qwen/Qwen3-30B-A3B", str(MODEL)), page, "exec"), scope)
     assert scope["ace"].report()["prefill"]["routed"] > 0
 
 

@@ -55,6 +55,7 @@ app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
     rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
 )
 out, err = Plain(), Plain(stderr=True)
 SKIP = 0.3  # the budget where none is given
