@@ -46,7 +46,7 @@ class Commands(typer.core.TyperGroup):
                 return super().invoke(ctx)
         except KeyboardInterrupt:
             goes_on = " The same command goes on from here." if ctx.invoked_subcommand in RESUMES else ""
-            err.print(f"interrupted; nothing half-written is left behind.{goes_on}")
+            err.print(f"interrupted; nothing half-written is left behind.{goes_on}", soft_wrap=True)
             raise typer.Exit(130) from None
 
 
