@@ -89,7 +89,7 @@ def commands() -> str:
     panels = PANELS | {"Others": tuple(name for name in group.commands if name not in named)}
     for panel, names in panels.items():
         parts += [f"## {panel}"] if names else []
-        for name in names:
+        for name in (name for name in names if name in group.commands):
             found = group.commands[name]
             inner = getattr(found, "commands", None)
             parts += [one(f"{name} {n}", c) for n, c in inner.items()] if inner else [one(name, found)]

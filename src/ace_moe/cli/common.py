@@ -23,11 +23,12 @@ if TYPE_CHECKING:
 # What a newcomer needs first stands first; a command that no panel names comes last.
 PANELS = {
     "See it": ("demo", "run", "chat"),
-    "Use it": ("plan", "serve", "inspect", "policies"),
+    "Use it": ("plan", "tune", "serve", "inspect", "policies"),
     "Step by step": ("tables", "budget"),
-    "Measure": ("compare", "report", "perplexity", "eval", "lm-eval", "study", "bench"),
+    "Measure": ("compare", "report", "perplexity", "eval", "lm-eval", "bench"),
+    "Study": ("study", "trace", "simulate", "reproduce"),
 }
-RESUMES = ("plan", "budget", "compare", "perplexity", "eval", "study")
+RESUMES = ("plan", "budget", "tune", "compare", "perplexity", "eval", "study", "reproduce")
 
 
 class Commands(typer.core.TyperGroup):
