@@ -9,6 +9,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
@@ -20,6 +21,7 @@ from ace_moe.cli import show
 from ace_moe.demo import MODEL, TEXT
 from ace_moe.errors import BudgetError
 from ace_moe.plan import Plan
+from ace_moe.planning import own_text
 from ace_moe.version import __version__
 from command import run_ace, start_ace
 
@@ -246,8 +248,9 @@ def test_run_beside(plan: Path) -> None:
     assert "Both texts are the same." in run_ace("run", MODEL, "-p", plan, *options, "--skip", 0).out
 
 
-def test_run_makes_its_own_plan(tmp_path: Path) -> None:
+def test_run_makes_its_own_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a plan: tables and thresholds on text the model writes itself, kept for the next time."""
+    monkeypatch.setattr(own_text, "own_windows", partial(own_text.own_windows, samples=2, length=64))
     with patch.dict(os.environ, {"ACE_CACHE": str(tmp_path)}):
         ask = ("run", MODEL, "--prompt", "The city", "--max-new-tokens", 2, "--json")
         first, second = run_ace(*ask), run_ace(*ask)

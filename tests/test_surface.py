@@ -111,6 +111,7 @@ wrong: int = ace.realised
 """
 
 
+@pytest.mark.slow
 def test_a_consumers_type_checker_sees_our_types(tmp_path: Path) -> None:
     """`py.typed`: a user's mypy knows the lazy names, and finds the one line that is wrong."""
     pytest.importorskip("mypy")
