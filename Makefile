@@ -10,7 +10,7 @@ export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
 .PRECIOUS: $(VENV)-%/.ready
-.PHONY: audit demo test lint test-core test-all test-vllm test-vllm-smoke setup clean
+.PHONY: audit demo docs test lint test-core test-all test-vllm test-vllm-smoke setup clean wheel
 
 demo: setup
 	$(BIN)/ace demo
@@ -38,6 +38,14 @@ test-vllm-smoke: $(VENV)-vllm/.ready
 
 test-%: $(VENV)-%/.ready
 	$(VENV)-$*/bin/pytest -n 2 -m "not slow"
+
+# The pages as a site, in build/site; a warning or a dead link ends it.
+docs: $(VENV)-docs/.ready
+	NO_MKDOCS_2_WARNING=1 PYTHONPATH=src $(VENV)-docs/bin/mkdocs build --strict --quiet
+
+# Wheel and sdist, installed into fresh environments of every Python there is, and used there (slow: torch comes along).
+wheel: setup
+	$(BIN)/pytest -m slow tests/test_package.py
 
 # Known holes in what the lock files name; asks a database on the network.
 audit:
@@ -68,6 +76,12 @@ $(VENV)-vllm/.ready: requirements-vllm.lock pyproject.toml
 	$(NEW) $(VENV)-vllm
 	$(VENV)-vllm/bin/pip install --quiet --disable-pip-version-check --no-deps -r requirements-vllm.lock
 	$(VENV)-vllm/bin/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	touch $@
+
+$(VENV)-docs/.ready: requirements-docs.lock
+	@echo "$(@D): made with $(PYTHON)"
+	$(NEW) $(VENV)-docs
+	$(VENV)-docs/bin/pip install --quiet --disable-pip-version-check -r requirements-docs.lock
 	touch $@
 
 clean:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import shlex
 import shutil
+import subprocess
+import sys
+from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
@@ -13,9 +17,12 @@ import pytest
 import typer.main
 
 from ace_moe import ACE, cli
+from ace_moe.cli import show
 from ace_moe.demo import MODEL, TEXT
 from ace_moe.errors import BudgetError
 from ace_moe.plan import Plan
+from ace_moe.planning import own_text
+from ace_moe.version import __version__
 from command import run_ace, start_ace
 
 COMMANDS = typer.main.get_command(cli.app).commands  # type: ignore[attr-defined]
@@ -212,6 +219,88 @@ def test_names_with_brackets_are_printed_as_they_are(plan: Path, tmp_path: Path)
         assert "text [i].txt" in run_ace("inspect", path).out
 
 
+# ---- one command, and text that can be seen ---------------------------------------------------------------------------
+
+
+def test_plan_is_tables_and_budget(plan: Path, tmp_path: Path) -> None:
+    """One command leaves what the two leave, and has nothing to do where all is there."""
+    path = tmp_path / "plan.safetensors"
+    ask = ("plan", MODEL, "-o", path, "--text", TEXT, *PASS, "--budgets", "0.3,0.5", "--json")
+    made, again = run_ace(*ask).json, run_ace(*ask).json
+    assert made["passes"] > 2 and again["passes"] == 0
+    one, two = Plan.load(path), Plan.load(plan)
+    assert [t["threshold"] for t in made["thresholds"]] == [t.threshold for t in two.thresholds]
+    assert {k: {n: v.tolist() for n, v in t.items()} for k, t in one.tables.items()} == {
+        k: {n: v.tolist() for n, v in t.items()} for k, t in two.tables.items()
+    }
+
+
+def test_run_beside(plan: Path) -> None:
+    """The unskipped text is the stock model's; at budget 0 both are the same, at 50 % they differ and are marked."""
+    options = ("--prompt", prompt(40), "--max-new-tokens", 24, "--beside")
+    same = run_ace("run", MODEL, "-p", plan, *options, "--skip", 0, "--json").json
+    apart = run_ace("run", MODEL, "-p", plan, *options, "--skip", 0.5, "--json").json
+    assert same["skipped"]["text"] == same["unskipped"]["text"] == apart["unskipped"]["text"]
+    assert same["realised"] == 0 and abs(apart["realised"] - 0.5) < 0.1
+    assert apart["skipped"]["text"] != apart["unskipped"]["text"]
+    assert apart["skipped"]["tokens"] == 24 and apart["skipped"]["tokens_per_second"] > 0
+    shown = run_ace("run", MODEL, "-p", plan, *options, "--skip", 0.5).out
+    assert "unskipped" in shown and "50% asked" in shown and re.search(r"\*\w+\*", shown)
+    assert "Both texts are the same." in run_ace("run", MODEL, "-p", plan, *options, "--skip", 0).out
+
+
+def test_run_makes_its_own_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a plan: tables and thresholds on text the model writes itself, kept for the next time."""
+    monkeypatch.setattr(own_text, "own_windows", partial(own_text.own_windows, samples=2, length=64))
+    with patch.dict(os.environ, {"ACE_CACHE": str(tmp_path)}):
+        ask = ("run", MODEL, "--prompt", "The city", "--max-new-tokens", 2, "--json")
+        first, second = run_ace(*ask), run_ace(*ask)
+    assert first.json["requested"] == 0.3 and second.json["text"] == first.json["text"]
+    assert "mapping 30%" in first.err and "mapping" not in second.err
+
+
+def test_chat_with_live_budgets(plan: Path) -> None:
+    """Answers on stdout, a budget changed on the way, mistakes that end nothing."""
+    lines = "The city of London\n/skip 0.5\n/skip 0.95\n/skip half\n/report\n/what\nIn 1914\n/new\n/quit\nnever\n"
+    with patch.object(sys, "stdin", io.StringIO(lines)):
+        ran = run_ace("chat", MODEL, "-p", plan, "--skip", 0, "--max-new-tokens", 6)
+    assert ran.code == 0 and len(ran.out.strip().splitlines()) >= 2
+    ratios = [float(r) for r in re.findall(r"a second; ([\d.]+)% of slots skipped", ran.err)]
+    assert len(ratios) == 2 and ratios[0] == 0 and 35 < ratios[1] < 65
+    assert all(said in ran.err for said in ("cannot be met", "'half' is no number", "slots not run", "/quit"))
+
+
+def test_chat_template_is_used_where_there_is_one(plan: Path, tmp_path: Path) -> None:
+    """The same words through a template are another prompt; --no-chat is the plain one."""
+    model = Path(shutil.copytree(MODEL, tmp_path / "chatty"))
+    said = "{% for m in messages %}<{{ m.role }}> {{ m.content }}\n{% endfor %}<assistant>"
+    (model / "chat_template.jinja").write_text(said)
+    ask = ("run", model, "-p", plan, "--prompt", "The city", "--max-new-tokens", 4, "--skip", 0, "--json")
+    plain, chat, off = (run_ace(*a).json for a in (("run", MODEL, *ask[2:]), ask, (*ask, "--no-chat")))
+    assert chat["prefill"]["routed"] > plain["prefill"]["routed"] == off["prefill"]["routed"]
+    assert off["text"] == plain["text"]
+
+
+def test_demo_ends_with_a_pair(plan: Path, tmp_path: Path) -> None:
+    from ace_moe import demo
+
+    shutil.copy(plan, tmp_path / "plan.safetensors")
+    pair = demo.pair(tmp_path)
+    assert pair.unskipped.tokens == demo.NEW_TOKENS and 0.15 < pair.realised < 0.45
+    for line in demo.NEXT[1:3]:
+        program, command, *arguments = shlex.split(line.format(plan="plan.safetensors"))
+        assert program == "ace"
+        COMMANDS[command].make_context(command, arguments)
+
+
+def test_serve_shows_its_command_without_vllm(plan: Path) -> None:
+    with patch("ace_moe.cli.serving._installed", return_value=False):
+        shown = run_ace("serve", MODEL, "--plan", plan, "--skip", 0.3, "--dry-run", "--port", 8001)
+        refused = run_ace("serve", MODEL, "--plan", plan, "--skip", 0.3)
+    assert shown.json[1:4] == ["-m", "vllm.entrypoints.cli.main", "serve"] and "8001" in shown.json
+    assert refused.code == 1 and "ace-moe[vllm]" in refused.err
+
+
 # ---- budgets ----------------------------------------------------------------------------------------------------
 
 
@@ -260,6 +349,53 @@ def test_top_help_lists_every_command() -> None:
     assert shown.code == 0
     assert all(name in shown.out for name in COMMANDS)
     assert {"tables", "budget", "run", "inspect", "demo"} <= set(COMMANDS)
+
+
+def test_help_and_version_import_no_torch() -> None:
+    """They take a moment instead of seconds; so does `import ace_moe`."""
+    code = "import sys, ace_moe; sys.argv = ['ace', {!r}]\ntry: ace_moe.cli.main()\nexcept SystemExit: pass\n"
+    for flag, word in (("--help", "Usage"), ("--version", __version__)):
+        lines = (
+            "import ace_moe.cli\n"
+            + code.format(flag)
+            + "assert not {'torch', 'transformers', 'numpy'} & set(sys.modules)"
+        )
+        ran = subprocess.run([sys.executable, "-c", lines], capture_output=True, text=True)
+        assert ran.returncode == 0 and word in ran.stdout, ran.stderr
+
+
+def test_the_package_has_the_names_it_says() -> None:
+    """Lazy names are there, listed, and typed by the same imports."""
+    import ace_moe
+
+    assert set(ace_moe.__all__) == {*ace_moe.LIVES_IN, "__version__"} <= set(dir(ace_moe))
+    assert ace_moe.POLICIES["share"].name == "share" and ace_moe.ACE is ACE
+    with pytest.raises(AttributeError, match="no attribute 'Nonsense'"):
+        ace_moe.Nonsense  # noqa: B018
+
+
+def test_options_mean_the_same_everywhere() -> None:
+    """--json gives results, --out names a file, and a budget has one default."""
+    options = {name: {p.name: p for p in command.params} for name, command in COMMANDS.items() if name != "study"}
+    flags = {name: {flag for p in found.values() for flag in p.opts} for name, found in options.items()}
+    elsewhere = {"chat", "serve", "lm-eval"}  # a loop, a server, another program's command line
+    assert {name for name, found in flags.items() if "--json" not in found} == elsewhere
+    assert all("--out" in found for found in flags.values() if "-o" in found or "--output" in found)
+    skips = {str(found["skip"].default) for name, found in options.items() if "skip" in found}
+    assert skips == {"0.3", "0,0.3", "None"}, "None: 0.3 with a plan"
+
+
+def test_equal_layers_are_one_line() -> None:
+    shown = run_ace("inspect", MODEL).out
+    assert "0–5" in shown and shown.count("Qwen3MoeExperts") == 1 and "…" not in shown
+    assert show.said(["0", "1", "2", "5", "7", "8", "a.b"]) == "0–2, 5, 7–8, a.b"
+    assert show.folded({"0": "x", "1": "y", "2": "x"}) == [("x", ["0", "2"]), ("y", ["1"])]
+
+
+def test_a_policy_that_is_nearly_right(plan: Path) -> None:
+    ran = run_ace("run", MODEL, "-p", plan, "--prompt", "x", "--policy", "shre")
+    assert ran.code == 1 and "Did you mean 'share'?" in ran.err
+    assert run_ace("policies", "--json").json["ace"]["needs"] == ["gsp", "rcr"]
 
 
 def test_progress_goes_to_stderr(tmp_path: Path) -> None:

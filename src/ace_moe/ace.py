@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,13 +19,14 @@ from .integrations.transformers.experts import CHOICES, Choice
 from .plan import Plan
 from .planning import map_budgets, text_for
 from .policies import AUTO, Policy
+from .progress import told
 from .runtime import Runtime, merge
 from .runtime.rows import BUDGETS, Budget
 from .runtime.settings import Skip, by_phase, check_budget, check_tables, check_threshold, policy_for
 from .runtime.tracking import Control, check_control, look_up
 from .tables import TABLES
 from .tables.build import add_tables, build_plan
-from .text import Windows
+from .text import Text, Windows
 
 
 @dataclass(frozen=True)
@@ -33,12 +34,13 @@ class Pending:
     """A budget that still waits for a model to be mapped on."""
 
     skip: Skip
-    model: str | Path
-    text: str | Path | None  # none: the model writes its own
+    model: str | Path  # where its tokenizer comes from, unless one was given
+    text: Text | None  # none: the model writes its own
     tokens: int
+    tokenizer: Any = None
 
     def windows(self, model: PreTrainedModel) -> Windows:
-        return text_for(model, self.model, self.text, tokens=self.tokens)
+        return text_for(model, self.model, self.text, tokens=self.tokens, tokenizer=self.tokenizer)
 
 
 class ACE:
@@ -76,6 +78,7 @@ class ACE:
         self.control = check_control(control, self.policy)
         self.runtime = Runtime(plan, self.policy, BUDGETS, **self._votes)
         self._budgets: list[Budget] = []  # of sequences
+        self._watch: Callable[[], AbstractContextManager[None]] = nullcontext
         self.skip: Skip | None = None
         for budget in by_phase(pending.skip if pending else 0.0).values():
             check_budget(budget, plan.top_k, self.policy.min_active)
@@ -88,13 +91,34 @@ class ACE:
 
     @classmethod
     def from_pretrained(
-        cls, model: str | Path, skip: Skip = 0.0, *, text: str | Path | None = None, tokens: int = 65536, **options: Any
+        cls,
+        model: str | Path | PreTrainedModel,
+        skip: Skip = 0.0,
+        *,
+        text: str | Path | Sequence[str] | None = None,
+        tokenizer: Any = None,
+        tokens: int = 65536,
+        progress: Callable[[str, int, int | None], object] | None = None,
+        **options: Any,
     ) -> ACE:
-        """Tables from the checkpoint at once; what needs a text (thresholds, calibrations) when a model is attached.
+        """Tables at once, from a checkpoint or a loaded model; what needs a text (thresholds, calibrations) when a model is
+        attached. Without a `text` (a file, a string or a list of strings) the model writes its own then.
 
-        Without a `text` the model writes its own then.
+        `progress` is told of long work: what it is, how much is done, and of how much if that is known.
         """
-        return cls(build_plan(model), pending=Pending(skip, model, text, tokens), **options)
+        read = None if text is None else Text.of(text)
+        source = model.config._name_or_path if isinstance(model, PreTrainedModel) else model
+        pending, watch = Pending(skip, source, read, tokens, tokenizer), told(progress)
+        with watch():
+            made = cls(build_plan(model), pending=pending, **options)
+        made._watch = watch
+        return made
+
+    def __repr__(self) -> str:
+        asked = self._pending.skip if self._pending else self.skip
+        budget = f"threshold {self.thresholds[1]:.4g}" if asked is None else f"skip={asked}"
+        state = f"attached, {self.realised:.1%} skipped" if self._attachment is not None else "not attached"
+        return f"ACE({self.plan.model or 'model'}: policy={self.policy.key!r}, {budget}, gain={self.policy.gain!r}, {state})"
 
     @property
     def top_k(self) -> int:
@@ -109,8 +133,9 @@ class ACE:
         return self.runtime.state.tau[1:4]
 
     def set_skip(self, skip: Skip) -> None:
-        """Another budget, at once: τ is changed in place, nothing is rebuilt or recompiled."""
+        """Another budget, at once: τ is changed in place, nothing is rebuilt or recompiled. Counters start anew."""
         self._set(skip)
+        self.runtime.reset()
         self.skip = dict(skip) if isinstance(skip, Mapping) else skip
 
     def _set(self, skip: Skip, number: int = 0) -> None:
@@ -154,6 +179,7 @@ class ACE:
     def set_threshold(self, threshold: float | Tensor) -> None:
         """τ itself, for all phases or as [prefill, decode] or [prefill, decode, verify]."""
         self.runtime.set(check_threshold(threshold))
+        self.runtime.reset()
         self.skip = None
 
     # ---- the model ----------------------------------------------------------------------------------------------
@@ -187,7 +213,8 @@ class ACE:
         """The threshold that `from_pretrained` was asked for, and what the policy needs beside."""
         budgets = [b for b in set(by_phase(pending.skip).values()) if b != 0]
         if budgets or self.plan.lacks(self.policy.tables):
-            self.plan = map_budgets(model, self.plan, self.policy, pending.windows(model), budgets).plan
+            with self._watch():
+                self.plan = map_budgets(model, self.plan, self.policy, pending.windows(model), budgets).plan
         self.set_skip(pending.skip)
         self._pending = None
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import glob
 import os
-import secrets
 import stat
 import time
 from collections.abc import Iterator
@@ -91,7 +90,7 @@ def replace_whole(path: Path, data: bytes, private: bool = False) -> None:
 
 def replace_here(path: Path, data: bytes, private: bool = False) -> None:
     """`replace_whole` of a path that is no link, for a caller that has locked its folder."""
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}{UNFINISHED}")
+    temporary = path.with_name(f".{path.name}.{os.urandom(4).hex()}{UNFINISHED}")
     try:
         with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if private else 0o666), "wb") as file:
             file.write(data)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import warnings
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +18,24 @@ from .checkpoint.gguf import gguf_of
 from .checkpoint.model import load_config
 from .checkpoint.structure import model_class
 from .errors import AceError, CheckpointError, DeviceError, OptionError, TextError, brief
-from .text import Windows, cut, encode, read_text
+from .text import Text, Windows, cut
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
 def load_model(
-    model: str | Path, device: str | None = None, dtype: str = "auto", expand: bool = False
+    model: str | Path,
+    device: str | None = None,
+    dtype: str = "auto",
+    expand: bool = False,
+    device_map: str | None = None,
 ) -> PreTrainedModel:
-    """The model in its own precision on one device (the GPU if there is one).
+    """The model in its own precision on one device (the GPU if there is one), or spread by a `device_map`.
 
     `expand` decodes a quantised checkpoint into an unquantised model, also of formats that transformers does not load.
     """
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    _check_how(device, dtype, expand, device_map)
+    device = device or default_device()
     check_device(device)
     if torch.device(device).type == "cpu":
         share_cores()
@@ -44,9 +52,9 @@ def load_model(
         if expand and gguf is None:
             loaded, report = expand_model(folder, config, dtype)
         else:
-            how |= {"trust_remote_code": False}
+            how |= {"trust_remote_code": False} | ({"device_map": device_map} if device_map else {})
             loaded, report = cls.from_pretrained(folder, dtype=dtype, output_loading_info=True, **how)
-        loaded = loaded.to(device).eval()
+        loaded = (loaded if device_map else loaded.to(device)).eval()
     except AceError:
         raise
     except Exception as error:  # readers, converters and quantisers of many libraries run here
@@ -63,6 +71,15 @@ def load_model(
     if packed:
         check_loaded(loaded, folder)
     return loaded
+
+
+def _check_how(device: str | None, dtype: str, expand: bool, device_map: str | None) -> None:
+    if dtype not in DTYPES:
+        raise OptionError(f"There is no precision {dtype!r}. Choose one of: {', '.join(DTYPES)}.")
+    if device_map is not None and (device is not None or expand):
+        raise OptionError("--device-map spreads a model by itself; give it without --device and --expand.")
+    if device_map is not None and find_spec("accelerate") is None:
+        raise OptionError("--device-map needs accelerate. Install it with `pip install accelerate`.")
 
 
 def share_cores() -> None:
@@ -88,6 +105,11 @@ def cores() -> int:
         return max(1, min(there, math.ceil(int(quota) / int(period))))
     except (OSError, ValueError):  # no such file, or no limit
         return there
+
+
+def default_device() -> str:
+    """The GPU if there is one."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def check_device(device: str) -> None:
@@ -125,31 +147,14 @@ def check_window(model: PreTrainedModel, window: int) -> None:
         )
 
 
-def load_windows(model: PreTrainedModel, tokenizer: Any, text: str | Path, window: int, tokens: int | None) -> Windows:
-    """The text file as windows of this model's tokens."""
+def load_windows(
+    model: PreTrainedModel, tokenizer: Any, text: str | Path | Text, window: int, tokens: int | None
+) -> Windows:
+    """The text as windows of this model's tokens."""
     check_window(model, window)
-    return cut(read_text(text), tokenizer, window, tokens, _vocabulary(model), Path(text).name)
+    found = Text.of(text)
+    return cut(found.content, tokenizer, window, tokens, _vocabulary(model), found.name)
 
 
 def _vocabulary(model: PreTrainedModel) -> int:
     return model.get_input_embeddings().num_embeddings
-
-
-def check_prompt(prompt: str, max_new_tokens: int) -> None:
-    if not prompt:
-        raise OptionError("The prompt is empty. Give the model some text to continue with --prompt.")
-    if max_new_tokens < 1:
-        raise OptionError(f"There is nothing to generate: give --max-new-tokens of at least 1, not {max_new_tokens}.")
-
-
-@torch.inference_mode()
-def generate(model: PreTrainedModel, tokenizer: Any, prompt: str, max_new_tokens: int) -> str:
-    """The prompt's greedy continuation."""
-    check_prompt(prompt, max_new_tokens)
-    ids = encode(tokenizer, prompt, _vocabulary(model)).to(model.device)[None]
-    if not ids.numel():
-        raise OptionError(
-            f"The tokenizer makes no token of the prompt {prompt!r}. Give the model some text to continue."
-        )
-    made = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_new_tokens, do_sample=False)
-    return tokenizer.decode(made[0, ids.shape[1] :], skip_special_tokens=True)

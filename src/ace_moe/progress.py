@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -101,6 +101,27 @@ def shown(sink: Sink) -> Iterator[None]:
         yield
     finally:
         SINK.reset(before)
+
+
+class Calls:
+    """A function of the caller: what is under way, how much of it is done, and of how much if that is known."""
+
+    def __init__(self, call: Callable[[str, int, int | None], object]):
+        self.call = call
+
+    def began(self, task: Task) -> None:
+        self.moved(task)
+
+    def moved(self, task: Task) -> None:
+        self.call(task.label, task.done, task.total)
+
+    def ended(self, task: Task) -> None:
+        pass
+
+
+def told(call: Callable[[str, int, int | None], object] | None) -> Callable[[], AbstractContextManager[None]]:
+    """What to work in so that a function hears of progress; without a function, nothing."""
+    return nullcontext if call is None else lambda: shown(Calls(call))
 
 
 class Log:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,31 @@ class Windows:
     def batches(self, size: int) -> list[Tensor]:
         check_sizes(self.ids.shape[1], batch=size)
         return list(self.ids.split(size))
+
+
+@dataclass(frozen=True)
+class Text:
+    """What a text says, and what it goes by in messages."""
+
+    content: str
+    name: str
+
+    @classmethod
+    def of(cls, source: str | Path | Sequence[str] | Text) -> Text:
+        """A file, several documents as a list, or the text itself: a string with more than a file's name in it."""
+        if isinstance(source, Text):
+            return source
+        if isinstance(source, Path) or (isinstance(source, str) and _names_a_file(source)):
+            return cls(read_text(source), Path(source).name)
+        parts = [source] if isinstance(source, str) else list(source)
+        if not all(isinstance(part, str) for part in parts) or not "".join(parts).strip():
+            raise TextError("A text is a file, a string or a list of strings, and not empty.")
+        return cls("\n\n".join(parts), "given text")
+
+
+def _names_a_file(text: str) -> bool:
+    """One that is there, or what can only be meant as one: a single line that ends like a file."""
+    return os.path.isfile(expand(text)) or ("\n" not in text and Path(text).suffix.lower() in (".txt", ".raw", *JSON))
 
 
 def read_text(path: str | Path) -> str:
@@ -69,13 +95,14 @@ def check_sizes(window: int, tokens: int | None = None, batch: int = 1) -> None:
         )
 
 
-def encode(tokenizer: Any, text: str, vocabulary: int) -> Tensor:
-    """The text's tokens [L], if they are the model's."""
+def encode(tokenizer: Any, text: str, vocabulary: int, special: bool = True) -> Tensor:
+    """The text's tokens [L], if they are the model's; `special`: with what the tokenizer puts around a text."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
         raise TextError(f"The text has characters that are no Unicode text ({error.reason}). Remove them.") from error
-    ids = torch.tensor(tokenizer(text, verbose=False)["input_ids"], dtype=torch.long)
+    how = {} if special else {"add_special_tokens": False}
+    ids = torch.tensor(tokenizer(text, verbose=False, **how)["input_ids"], dtype=torch.long)
     if len(ids) and int(ids.max()) >= vocabulary:
         raise TextError(
             f"The tokenizer gives token {int(ids.max())}, the model knows {vocabulary}: it is the tokenizer of another "

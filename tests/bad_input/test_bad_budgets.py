@@ -86,6 +86,6 @@ def test_skip_before_any_threshold_is_mapped(originals: Path, tmp_path: Path, re
     says = (
         "no threshold",
         "it has none for these settings",
-        "`ace budget MODEL --plan PLAN --text FILE --budgets 0.5 --policy share:squared=false --gain power`",
+        "`ace budget MODEL --plan PLAN --text FILE --budgets 0.3 --policy share:squared=false --gain power`",
     )
     refuse(*run_arguments(originals / "single", plan), says=says)

@@ -193,3 +193,31 @@ run_task(TaskConfig(
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     assert list((tmp_path / "out").rglob("reports/**/*.json"))
+
+
+# ---- what is not there --------------------------------------------------------------------------------------------------
+
+
+@needs_lm_eval
+def test_data_that_is_not_there_is_named(plan: Path, tmp_path: Path) -> None:
+    """Offline, without files: the cause is said, and what to do; a name nobody has is no missing file."""
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(tmp_path / "hub")}
+    for task, said in (("hellaswag", "The data of task 'hellaswag' could not be had"), ("helaswag", "Did you mean")):
+        command = [ACE, "eval", MODEL, "-p", plan, "--skip", "0", "--tasks", task, "-o", tmp_path / "eval.json"]
+        done = subprocess.run([str(part) for part in command], capture_output=True, text=True, env=environment)
+        assert done.returncode == 1 and said in done.stderr and "permissions" not in done.stderr, done.stderr[-1500:]
+
+
+@needs_lm_eval
+def test_simple_evaluate_by_name(plan: Path, data: Path) -> None:
+    """As lm-eval's users write it in Python; on a machine without a GPU nobody asks for one."""
+    from lm_eval import simple_evaluate
+
+    from ace_moe.harnesses.lm_eval import local_task
+
+    rows = read_rows(TASKS["piqa"], data / "piqa.jsonl")
+    arguments = {"pretrained": str(MODEL), "plan": str(plan), "skip": 0.5}
+    found = simple_evaluate(
+        model="ace", model_args=arguments, tasks=[local_task(TASKS["piqa"], rows)], bootstrap_iters=0
+    )
+    assert found is not None and 0.3 < found["config"]["ace"]["realised"] < 0.7

@@ -1,12 +1,25 @@
 """The command `ace`. Commands read arguments, call the package and print; what they do lives elsewhere."""
 
-from . import bench, comparison, plans, reproduce, serving, tasks, traffic, tune  # each registers its commands
+from . import (  # each registers its commands
+    bench,
+    comparison,
+    generating,
+    looking,
+    plans,
+    reproduce,
+    serving,
+    tasks,
+    traffic,
+    tune,
+)
 from .common import app, main, parse_budgets
 
 __all__ = [
     "app",
     "bench",
     "comparison",
+    "generating",
+    "looking",
     "main",
     "parse_budgets",
     "plans",

@@ -12,7 +12,7 @@ import typer
 
 from ..errors import OptionError
 from ..files import replace_whole
-from .common import AsJson, Device, app, note, out, parse_budgets, print_json
+from .common import SKIP, AsJson, Device, app, embedded, note, out, parse_budgets, print_json
 from .outputs import check_output
 
 if TYPE_CHECKING:
@@ -29,10 +29,10 @@ UNION = "With --routing skewed: experts that 16 tokens read. Default 49 of 128, 
 
 @app.command(epilog="Example: ace bench --shape qwen3-30b-a3b --skip 0,0.6 --rows full -o latency.json")
 def bench(
-    model: Annotated[str | None, typer.Argument(help="A checkpoint; leave it out with --shape.", metavar="MODEL")] = None,
+    model: Annotated[str | None, typer.Argument(help="None with --shape.", metavar="MODEL", callback=embedded)] = None,
     shape: Annotated[str | None, typer.Option(help="Random weights of a known shape: qwen3-30b-a3b …")] = None,
     plan: Annotated[Path | None, typer.Option("--plan", "-p", help="Tables made before.", metavar="PLAN")] = None,
-    skip: Annotated[str, typer.Option(help="Ratios to time, 0 among them: 0,0.6 or from:to:step.")] = "0,0.6",
+    skip: Annotated[str, typer.Option(help="Ratios to time, 0 among them: 0,0.6 or from:to:step.")] = f"0,{SKIP}",
     rows: Annotated[str, typer.Option(help="quick, paper (its five rows) or full (and batches to 64).")] = QUICK,
     prefill: Annotated[str | None, typer.Option(help="Prompts instead of --rows: 1024x1,1024x16 (tokens x batch).")] = None,
     decode: Annotated[str | None, typer.Option(help="Decode batches instead of --rows: 1,16 or 256x1 (cached x batch).")] = None,
@@ -182,15 +182,13 @@ def _model(
     paths: int,
 ) -> PreTrainedModel:
     """Loaded or made, if there is room for it and for what is timed."""
-    import torch
-
     from ..bench.memory import check_fits, checkpoint_bytes
     from ..bench.shapes import fill, hollow
     from ..checkpoint import resolve
     from ..checkpoint.model import load_config
-    from ..loading import check_device, load_model
+    from ..loading import check_device, default_device, load_model
 
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = device or default_device()
     check_device(device)
     if shape is not None:
         made = hollow(shape, layers)

@@ -8,28 +8,47 @@ import sys
 import warnings
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 import typer.core
-from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from .. import progress
 from ..errors import AceError, BudgetError, brief
-from ..policies import POLICIES
+from ..version import __version__
 from .terminal import Plain, speak_plainly
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+# What a newcomer needs first stands first; a command that no panel names comes last.
+PANELS = {
+    "See it": ("demo", "run", "chat"),
+    "Use it": ("plan", "tune", "serve", "inspect", "policies"),
+    "Step by step": ("tables", "budget"),
+    "Measure": ("compare", "report", "perplexity", "eval", "lm-eval", "bench"),
+    "Study": ("study", "trace", "simulate", "reproduce"),
+}
+RESUMES = ("plan", "budget", "tune", "compare", "perplexity", "eval", "study", "reproduce")
 
 
 class Commands(typer.core.TyperGroup):
-    """typer would exit on Ctrl-C without a word."""
+    """Commands in the order of their panels; and Ctrl-C is answered, where typer would exit without a word."""
+
+    def list_commands(self, ctx: typer.Context) -> list[str]:
+        for panel, names in PANELS.items():
+            for name in set(names) & set(self.commands):
+                self.commands[name].rich_help_panel = panel
+        first = [name for names in PANELS.values() for name in names if name in self.commands]
+        return first + [name for name in self.commands if name not in first]
 
     def invoke(self, ctx: typer.Context) -> Any:
         try:
             with progress.shown(Bars() if err.is_terminal else progress.Log(err.print)):
                 return super().invoke(ctx)
         except KeyboardInterrupt:
-            err.print("interrupted; nothing half-written is left behind")
+            goes_on = " The same command goes on from here." if ctx.invoked_subcommand in RESUMES else ""
+            err.print(f"interrupted; nothing half-written is left behind.{goes_on}", soft_wrap=True)
             raise typer.Exit(130) from None
 
 
@@ -38,20 +57,40 @@ app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
     rich_markup_mode="rich",
-    help="Skip the expert slots of a Mixture-of-Experts model that contribute little.",
+    pretty_exceptions_enable=False,
 )
 out, err = Plain(), Plain(stderr=True)
+SKIP = 0.3  # the budget where none is given
+AUTO = "auto"  # the policy where none is given: policies.AUTO, which takes seconds to import
 MOST_BUDGETS = 1000  # each takes passes of the model; a range this long has a step with a zero too many
 
-Model = Annotated[str, typer.Argument(help="A checkpoint folder or a hub repository (owner/name).", metavar="MODEL")]
+
+def embedded(name: str | None) -> str | None:
+    """ "demo" is the model that comes with the package, unless there is such a folder."""
+    if name != "demo" or Path(name).exists():
+        return name
+    return str(Path(__file__).parents[1] / "demo" / "model")
+
+
+Model = Annotated[
+    str,
+    typer.Argument(
+        help="A checkpoint folder, a hub repository (owner/name), or demo.", metavar="MODEL", callback=embedded
+    ),
+]
 PlanPath = Annotated[Path, typer.Option("--plan", "-p", help="The plan file.", metavar="PLAN")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1 … Default: the GPU if there is one.")]
+Dtype = Annotated[str, typer.Option(help="Precision to load in: float32, bfloat16, float16, or the checkpoint's own.")]
+DeviceMap = Annotated[
+    str | None, typer.Option(help="Instead of --device: auto spreads a model over GPUs and host memory.")
+]
+Skip = Annotated[float, typer.Option(help="The budget: fraction of routed slots to skip.")]
 PolicyName = Annotated[
     str,
     typer.Option(
-        help="The method that decides slots: auto (what the plan recommends or was mapped with last, else share), or one of "
-        f"these, settings after colons (ace:fusion=min): {', '.join(POLICIES)}."
+        help="The method that decides slots: auto (what the plan recommends or was mapped with last, else share), ace, gsp, rcr, "
+        "share, fixed, top_p … (ace policies lists all)."
     ),
 ]
 Preset = Annotated[str | None, typer.Option(help="paper: the paper's method, unchanged.")]
@@ -69,6 +108,19 @@ Quiet = Annotated[bool, typer.Option("--quiet", help="No advice on how much to s
 AllowOtherWeights = Annotated[bool, typer.Option(help="The model is a quantised copy of the plan's.")]
 
 
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"ace-moe {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def top(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print it.")] = False,
+) -> None:
+    """Skip the expert slots of a Mixture-of-Experts model that contribute little."""
+
+
 def main() -> None:
     """Run the command; an error of ours, or of the file system, is one paragraph and exit code 1."""
     speak_plainly()
@@ -76,6 +128,8 @@ def main() -> None:
     try:
         app()
     except (AceError, OSError) as error:
+        from rich.markup import escape
+
         err.print(f"[bold red]error:[/] {escape(_paragraph(error))}", highlight=False, soft_wrap=True)
         sys.exit(1)
 
@@ -88,6 +142,8 @@ def _paragraph(error: Exception) -> str:
 
 def note(message: object) -> None:
     """One line on the error stream beside the result."""
+    from rich.markup import escape
+
     err.print(f"[yellow]note:[/] {escape(str(message))}", highlight=False, soft_wrap=True)
 
 
@@ -112,6 +168,8 @@ class Bars:
         self.ids: dict[int, Any] = {}
 
     def began(self, task: progress.Task) -> None:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
         if self.bars is None:
             columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
             self.bars = Progress(*columns, console=err, transient=True)

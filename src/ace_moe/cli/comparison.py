@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -10,10 +11,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import BudgetError
+from ..files import replace_whole
 from . import show
 from .common import (
     AsJson,
     Device,
+    DeviceMap,
+    Dtype,
     Expand,
     GainName,
     MinActive,
@@ -79,6 +83,8 @@ def compare(
     correct: Annotated[bool, typer.Option(help="Correct τ on the skipped model until the realised ratio fits.")] = True,
     rival: Annotated[str | None, typer.Option(help="Also show paired differences against this method.")] = None,
     device: Device = None,
+    dtype: Dtype = "auto",
+    device_map: DeviceMap = None,
     expand: Expand = False,
     as_json: AsJson = False,
 ) -> None:
@@ -95,7 +101,7 @@ def compare(
     common = {k: v for k, v in (("min_active", min_active), ("min_mass", min_mass)) if v is not None}
     named = FIRST if methods is None else parse_methods(methods)
     grid = Grid(named, tuple(parse_budgets(budgets or BUDGETS)), parse_gains(gains), common, correct)
-    loaded, tokenizer = _load(model, device, expand)
+    loaded, tokenizer = _load(model, device, dtype, expand, device_map)
     windows = _windows(loaded, tokenizer, text, window, tokens)
     learned, notice = calibration_windows(loaded, tokenizer, text, windows, calibration)
     if notice and grid.calibrated:
@@ -107,7 +113,7 @@ def compare(
     results = measure(subject, grid, output, _facts(subject, model, text, calibration, plan))
     _check_some(results)
     if as_json:
-        return print_json({"out": str(output), "cells": len(results["cells"]), "refused": results["refused"]})
+        return print_json({"out": str(output), **results})
     show.print_compare(out, results, rival)
     for method, refused in results["refused"].items():
         note(f"{method} at {', '.join(f'{b:.0%}' for b in refused['budgets'])}: {refused['reason']}")
@@ -123,11 +129,13 @@ def _check_some(results: dict[str, Any]) -> None:
         raise BudgetError(f"Nothing was measured: {' '.join(reasons)}")
 
 
-def _load(model: str, device: str | None, expand: bool = False) -> tuple[PreTrainedModel, Any]:
+def _load(
+    model: str, device: str | None, dtype: str = "auto", expand: bool = False, device_map: str | None = None
+) -> tuple[PreTrainedModel, Any]:
     from ..loading import load_model, load_tokenizer
 
     tokenizer = load_tokenizer(model)
-    return load_model(model, device, expand=expand), tokenizer
+    return load_model(model, device, dtype, expand, device_map), tokenizer
 
 
 def _windows(loaded: PreTrainedModel, tokenizer: Any, text: Path, window: int, tokens: int) -> Windows:
@@ -156,16 +164,20 @@ def _facts(subject: Subject, model: str, *files: Path | None) -> dict[str, Any]:
 @app.command(epilog="Example: ace report results.json -o report.html")
 def report(
     results: Annotated[list[Path], typer.Argument(help="Files of ace compare, ace study and ace eval.")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="Where the page goes.")] = Path("report.html"),
+    output: Annotated[Path, typer.Option("--out", "--output", "-o", help="Where the page goes.")] = Path("report.html"),
     rival: Annotated[str | None, typer.Option(help="The others are compared with this method. Default: ace.")] = None,
     title: Annotated[str | None, typer.Option(help="Heading of the page. Default: the model's name.")] = None,
+    as_json: AsJson = False,
 ) -> None:
     """One page with curves, tables and heat maps; it needs no network and opens in any browser."""
     from ..report.page import write_page
 
     check_output(output, "page", *results)
     write_page(results, output, rival, title)
-    show.print_line(out, f"{output}: {output.stat().st_size / 1024:.0f} kB; open it in a browser")
+    size = output.stat().st_size
+    if as_json:
+        return print_json({"out": str(output), "bytes": size})
+    show.print_line(out, f"{output}: {size / 1024:.0f} kB; open it in a browser")
 
 
 # ---- studies ------------------------------------------------------------------------------------------------------
@@ -227,17 +239,24 @@ def study_tables(
     tokens: Annotated[int, typer.Option(help="Tokens of the text.")] = 16384,
     window: Window = 1024,
     batch: Batch = 1,
+    output: Annotated[Path | None, typer.Option("--out", "-o", help="A file for the results.")] = None,
     device: Device = None,
     as_json: AsJson = False,
 ) -> None:
     """Correlation of each table with the true norm of expert outputs, layer by layer, in one pass."""
     from ..evaluate.oracle import by_expert, table_correlation
+    from ..evaluate.subject import Subject
     from ..text import check_sizes, read_text
 
+    if output is not None:
+        check_output(output, "results", text, plan)
     check_sizes(window, tokens, batch)
     read_text(text)
     loaded, tokenizer = _load(model, device)
     windows = _windows(loaded, tokenizer, text, window, tokens)
     used = _plan(plan, model)
     found = table_correlation(loaded, by_expert(used), windows, batch)
+    if output is not None:
+        facts = _facts(Subject(loaded, used, windows, batch), model, text, plan)
+        replace_whole(output, (json.dumps({**facts, "layers": found}, indent=1) + "\n").encode())
     return print_json(found) if as_json else out.print(show.correlation_table(found))

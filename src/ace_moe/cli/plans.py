@@ -1,4 +1,4 @@
-"""From a checkpoint to a plan to text: tables, budget, run, inspect, demo."""
+"""From a checkpoint to a plan: tables, budget, and both at once."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import BudgetError
-from ..policies import AUTO
-from . import show, show_texts
+from . import show
 from .common import (
+    AUTO,
     AllowOtherWeights,
     AsJson,
     Device,
+    DeviceMap,
+    Dtype,
     Expand,
     GainName,
     MinActive,
@@ -26,9 +28,7 @@ from .common import (
     PolicyName,
     Preset,
     Quiet,
-    WorkloadName,
     app,
-    err,
     note,
     out,
     parse_budgets,
@@ -45,10 +45,55 @@ if TYPE_CHECKING:
 EVERY = "0.1:0.6:0.1"  # budgets that are mapped where none are named
 
 
+Texts = Annotated[
+    list[Path] | None,
+    typer.Option(
+        help="Unlabelled text of the kind the model will serve: .txt, or .jsonl with `text`; several are mapped one by one "
+        "and together, as `mixed`. Default: the model writes its own."
+    ),
+]
+Budgets = Annotated[str, typer.Option(help="Fractions to skip: 0.5, 0.1,0.3 or from:to:step.")]
+Window = Annotated[int, typer.Option(help="Tokens in a window.")]
+Tokens = Annotated[int, typer.Option(help="Tokens of the text to use.")]
+Out = Annotated[Path, typer.Option("--out", "--output", "-o", help="Where the plan goes.")]
+
+
+@app.command(epilog="Example: ace plan Qwen/Qwen3-30B-A3B --text sample.txt")
+def plan(
+    model: Model,
+    output: Out = Path("plan.safetensors"),
+    text: Texts = None,
+    budgets: Budgets = EVERY,
+    policy: PolicyName = AUTO,
+    preset: Preset = None,
+    gain: GainName = None,
+    min_active: MinActive = None,
+    min_mass: MinMass = None,
+    window: Window = 1024,
+    tokens: Tokens = 65536,
+    device: Device = None,
+    dtype: Dtype = "auto",
+    device_map: DeviceMap = None,
+    expand: Expand = False,
+    as_json: AsJson = False,
+) -> None:
+    """Everything skipping needs, in one file: tables from the checkpoint, then thresholds for your budgets on a text.
+
+    The same as `ace tables` and then `ace budget`, which have more options. A plan that is there is continued.
+    """
+    if not output.exists():
+        tables(model, output, quiet=True)
+    how: dict[str, Any] = {"device": device, "dtype": dtype, "device_map": device_map, "expand": expand}
+    how |= {"policy": policy, "preset": preset, "gain": gain, "min_active": min_active, "min_mass": min_mass}
+    budget(model, output, text, budgets, window=window, tokens=tokens, as_json=as_json, **how)
+    if not as_json:
+        show.print_line(out, f"Next: ace run {model} --plan {output} --beside --prompt TEXT")
+
+
 @app.command(epilog="Example: ace tables Qwen/Qwen3-30B-A3B -o qwen3.safetensors")
 def tables(
     model: Model,
-    output: Annotated[Path, typer.Option("--output", "-o", help="Where the plan goes.")] = Path("plan.safetensors"),
+    output: Out = Path("plan.safetensors"),
     device: Annotated[
         str, typer.Option(help="Where the products are computed; several for workers: cuda:0,cuda:1.")
     ] = "cpu",
@@ -59,6 +104,7 @@ def tables(
     layers: Annotated[
         str | None, typer.Option(help="Only MoE layers first:past-the-last, for several machines.")
     ] = None,
+    quiet: Annotated[bool, typer.Option(help="Print nothing but notes.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Compute the tables from the checkpoint alone and write a plan. No data, no GPU needed."""
@@ -90,12 +136,14 @@ def tables(
         return print_json(
             {"plan": str(output), "layers": len(plan.tables), "undefined": plan.undefined, "seconds": seconds}
         )
-    out.print(show.plan_table(plan))
     for reason in plan.undefined.values():
         note(reason)
+    if quiet:
+        return None
+    out.print(show.plan_table(plan))
     show.print_line(
         out,
-        f"{output}: {len(plan.tables)} layers in {seconds:.1f} s. Next: ace budget {model} --plan {output} --text FILE",
+        f"{output}: {len(plan.tables)} layers in {seconds:.1f} s. Next: ace budget {model} --plan {output}",
     )
 
 
@@ -121,14 +169,8 @@ def _in_parts(job: Job, as_json: bool) -> Plan | None:
 def budget(
     model: Model,
     plan: PlanPath,
-    text: Annotated[
-        list[Path] | None,
-        typer.Option(
-            help="Unlabelled text of the kind the model will serve: .txt, or .jsonl with `text`; several are mapped one by one "
-            "and together, as `mixed`. Default: the model writes its own."
-        ),
-    ] = None,
-    budgets: Annotated[str, typer.Option(help="Fractions to skip: 0.3, 0.1,0.3 or from:to:step.")] = EVERY,
+    text: Texts = None,
+    budgets: Budgets = EVERY,
     max_kl: Annotated[
         float | None,
         typer.Option(help="Instead of budgets: the most that can be skipped with at most this KL (nats a token)."),
@@ -143,8 +185,8 @@ def budget(
     gain: GainName = None,
     min_active: MinActive = None,
     min_mass: MinMass = None,
-    window: Annotated[int, typer.Option(help="Tokens in a window.")] = 1024,
-    tokens: Annotated[int, typer.Option(help="Tokens of the text to use.")] = 65536,
+    window: Window = 1024,
+    tokens: Tokens = 65536,
     batch: Annotated[int, typer.Option(help="Windows at a time.")] = 1,
     correct: Annotated[
         bool | None,
@@ -161,10 +203,14 @@ def budget(
     quiet: Quiet = False,
     allow_other_weights: AllowOtherWeights = False,
     device: Device = None,
+    dtype: Dtype = "auto",
+    device_map: DeviceMap = None,
     expand: Expand = False,
     as_json: AsJson = False,
 ) -> None:
-    """Map budgets to thresholds with one pass over a text, correct them, and write them into the plan.
+    """Map budgets to thresholds: a pass over a text, two or three more for each budget, into the plan.
+
+    Stopped by Ctrl-C, the same command goes on. --no-correct and --no-fidelity leave the first pass alone.
 
     What the policy needs beside, further tables or a calibration on the text's first windows, goes into the plan too.
     """
@@ -193,7 +239,7 @@ def budget(
         )
     for path in text or ():
         read_text(path)  # a text that cannot serve is reported before gigabytes are loaded
-    loaded = load_model(model, device, expand=expand)
+    loaded = load_model(model, device, dtype, expand, device_map)
     workloads = texts_for(loaded, model, text or (), window, tokens)
     had = read.check_model(MoEModel.of(loaded).fingerprint(), allow_other_weights)
     how: dict[str, Any] = {"batch": batch, "correct": correct, "again": again, "judged": fidelity}
@@ -225,94 +271,3 @@ def budget(
             show.print_line(out, f"{plan}: {said} in {mapped.passes.count} passes.")
     if as_json:
         print_json({"plan": str(plan), "passes": passes, "thresholds": [show.entry_json(t) for t in every]})
-
-
-@app.command(
-    epilog='Example: ace run Qwen/Qwen3-30B-A3B --plan qwen3.safetensors --skip 0.3 --prompt "Once upon a time"'
-)
-def run(
-    model: Model,
-    plan: PlanPath,
-    prompt: Annotated[str, typer.Option(help="What the model continues.")],
-    skip: Annotated[float, typer.Option(help="Fraction of routed slots to skip.")] = 0.3,
-    policy: PolicyName = AUTO,
-    preset: Preset = None,
-    gain: GainName = None,
-    min_active: MinActive = None,
-    min_mass: MinMass = None,
-    workload: WorkloadName = None,
-    max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate.")] = 64,
-    quiet: Quiet = False,
-    allow_other_weights: AllowOtherWeights = False,
-    device: Device = None,
-    expand: Expand = False,
-    as_json: AsJson = False,
-) -> None:
-    """Generate text with a budget and show the realised ratio."""
-    from ..ace import ACE
-    from ..loading import check_prompt, generate, load_model, load_tokenizer
-
-    check_prompt(prompt, max_new_tokens)
-    warn_of_loss([skip], quiet)
-    options = settings(policy, preset, gain, min_active, min_mass)
-    ace = ACE.load(plan, skip, workload=workload, allow_other_weights=allow_other_weights, **options)
-    tokenizer, loaded = load_tokenizer(model), load_model(model, device, expand=expand)
-    with ace(loaded):
-        text = generate(loaded, tokenizer, prompt, max_new_tokens)
-    report = ace.report()
-    if as_json:
-        return print_json({"text": text, "requested": skip, **report})
-    out.print(text, highlight=False, markup=False)
-    err.print(
-        f"requested {skip:.1%}, realised {report['realised']:.1%} "
-        f"(prefill {report['prefill']['realised']:.1%}, decode {report['decode']['realised']:.1%})"
-    )
-
-
-@app.command(epilog="Examples: ace inspect Qwen/Qwen3-30B-A3B, ace inspect plan.safetensors, ace inspect COPY ORIGINAL")
-def inspect(
-    target: Annotated[str, typer.Argument(help="A model or a plan file.", metavar="MODEL|PLAN")],
-    other: Annotated[str | None, typer.Argument(help="Another, such as its original.", metavar="OTHER")] = None,
-    as_json: AsJson = False,
-) -> None:
-    """What is in this model or this plan, what ACE can do with it, and how far it is from another."""
-    from ..checkpoint import MoEModel
-    from ..plan import Plan
-
-    if other is not None:
-        from ..tables.copies import compared, plan_of
-
-        pair = compared(plan_of(target), plan_of(other))
-        return print_json(pair) if as_json else show.print_pair(out, pair)
-    if Path(target).is_file() or target.endswith(".safetensors"):
-        plan = Plan.load(target)
-        texts = show_texts.texts_json(plan)
-        if as_json:
-            return print_json(show.plan_json(plan) | {"workloads": texts})
-        show.print_plan(out, plan)
-        return out.print(show_texts.texts_table(texts)) if texts else None
-    moe = MoEModel.open(target)
-    return print_json(show.model_json(moe)) if as_json else show.print_model(out, moe)
-
-
-@app.command(epilog="Example: ace demo")
-def demo(
-    output: Annotated[
-        Path, typer.Option("--output", "-o", help="Folder for the plan, the JSON and the picture.")
-    ] = Path("ace-demo"),
-    as_json: AsJson = False,
-) -> None:
-    """The embedded model: tables → plan → thresholds → perplexity at 0–60 % skipped, in about a minute on a laptop."""
-    from .. import demo as tour
-
-    show.check_folder(output)
-    cells = tour.run(output, say=lambda line: err.print(line))
-    picture = tour.draw(cells, output / "demo.png")
-    if as_json:
-        return print_json([vars(cell) for cell in cells])
-    out.print(show.demo_table(cells))
-    show.print_line(
-        out,
-        f"plan and numbers in {output}/"
-        + (f", picture in {picture}" if picture else "; pip install 'ace-moe[report]' for a picture"),
-    )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-import importlib.util
 import json
 import os
 import sys
@@ -14,8 +12,9 @@ from typing import Annotated, Any
 import typer
 
 from ..errors import BudgetError, IntegrationError, OptionError
-from ..policies import AUTO
 from .common import (
+    AUTO,
+    SKIP,
     AllowOtherWeights,
     GainName,
     MinActive,
@@ -24,6 +23,7 @@ from .common import (
     PolicyName,
     Preset,
     Quiet,
+    Skip,
     WorkloadName,
     app,
     note,
@@ -44,7 +44,7 @@ def serve(
     plan: Annotated[
         Path | None, typer.Option(help="The plan file. Default: made from the checkpoint and kept.")
     ] = None,
-    skip: Annotated[float, typer.Option(help="The budget: fraction of routed slots to skip.")] = 0.0,
+    skip: Skip = SKIP,
     skip_prefill: Annotated[float | None, typer.Option(help="Another budget for prompts.")] = None,
     skip_decode: Annotated[float | None, typer.Option(help="Another budget for generated tokens.")] = None,
     text: Annotated[
@@ -73,13 +73,15 @@ def serve(
     kernels: Annotated[str, typer.Option(help="Our kernels: auto, on, off or a largest number of tokens.")] = "auto",
     allow_other_weights: AllowOtherWeights = False,
     quiet: Quiet = False,
-    dry_run: Annotated[bool, typer.Option(help="Check everything, print vLLM's command and stop.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option(help="Check everything, print vLLM's command as JSON and stop; needs no vLLM.")
+    ] = False,
 ) -> None:
     """Serve a model with vLLM. MODEL comes first; flags that are not listed here go to vLLM as they are."""
     from ..integrations.vllm.settings import Settings
     from ..runtime.settings import by_phase
 
-    if importlib.util.find_spec("vllm") is None:
+    if not dry_run and not _installed():
         raise IntegrationError("vLLM is not installed. Install it with `pip install ace-moe[vllm]`.")
     budget = skip if skip_prefill is None and skip_decode is None else {
         "prefill": skip if skip_prefill is None else skip_prefill, "decode": skip if skip_decode is None else skip_decode
@@ -168,7 +170,7 @@ def map_missing(model: str, settings: Any, text: Path | None) -> str | None:
     if missing and (text is not None or settings.workload is None):
         check_content(plan, model, settings.allow_other_weights)
         where = text or "text that the model writes itself"
-        note(f"mapping {', '.join(f'{b:.0%}' for b in missing)} on {where}, then serving")
+        note(f"mapping {', '.join(f'{b:.0%}' for b in missing)} on {where}")
         loaded = load_model(model)
         record = provenance(loaded.device, {} if text is None else {text.name: file_hash(text)})
         plan = replace(plan, made=(*plan.made, record))
@@ -234,11 +236,20 @@ def server_command(model: str, config: dict[str, Any], flags: list[str]) -> list
 
 def server(model: str) -> list[str]:
     """`vllm serve` asks for a distribution named vllm, which CPU builds under another name do not have."""
+    from importlib import metadata
+
     try:
-        importlib.metadata.version("vllm")
-        return [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", model]
-    except importlib.metadata.PackageNotFoundError:
-        return [sys.executable, "-m", "ace_moe.integrations.vllm.launch", "serve", model]
+        metadata.version("vllm")
+    except metadata.PackageNotFoundError:
+        if _installed():
+            return [sys.executable, "-m", "ace_moe.integrations.vllm.launch", "serve", model]
+    return [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", model]
+
+
+def _installed() -> bool:
+    from importlib.util import find_spec
+
+    return find_spec("vllm") is not None
 
 
 def take_additional(flags: list[str]) -> tuple[list[str], dict[str, Any]]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rich.console import Console
 from rich.markup import escape
@@ -18,14 +18,19 @@ from ..files import expand
 
 if TYPE_CHECKING:
     from ..checkpoint import MoEModel
+    from ..checkpoint.structure import Site
     from ..demo import Cell
     from ..plan import Plan, Threshold
 
 
-def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+T = TypeVar("T")
+
+
+def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], words: int = 1) -> Table:
+    """The first columns are words, the others numbers."""
     made = Table(title=escape(title), title_justify="left", header_style="bold")
     for number, column in enumerate(columns):
-        made.add_column(column, justify="left" if number == 0 else "right")
+        made.add_column(column, justify="left" if number < words else "right")
     for row in rows:
         made.add_row(*map(escape, row))
     return made
@@ -172,26 +177,53 @@ def model_json(moe: MoEModel) -> dict[str, Any]:
     }
 
 
+def folded(facts: Mapping[str, T]) -> list[tuple[T, list[str]]]:
+    """Layers that are alike, together: each fact with the layers that have it, in their order."""
+    return [(fact, [key for key, own in facts.items() if own == fact]) for fact in dict.fromkeys(facts.values())]
+
+
+def said(keys: Sequence[str]) -> str:
+    """ "0–2, 5, 7": layers with runs of numbers in short."""
+    runs: list[list[str]] = []
+    for key in keys:
+        follows = bool(runs) and key.isdigit() and runs[-1][-1].isdigit() and int(key) == int(runs[-1][-1]) + 1
+        runs[-1].append(key) if follows else runs.append([key])
+    return ", ".join(run[0] if len(run) == 1 else f"{run[0]}–{run[-1]}" for run in runs)
+
+
+def _print_folded(console: Console, what: str, facts: Mapping[str, str]) -> None:
+    for fact, keys in folded(facts):
+        print_line(console, f"{what}: {fact} ({'all layers' if len(keys) == len(facts) else said(keys)})")
+
+
+def _parts(site: Site) -> str:
+    """The classes of a layer's experts, norm and router."""
+    norm = type(site.norm).__name__ if site.norm is not None else "no norm"
+    router = type(site.router).__name__ if site.router is not None else "no router found"
+    return f"{type(site.experts).__name__}, {norm}, {router} with the {site.router_input} input"
+
+
+def report_table(report: Mapping[str, Any]) -> Table:
+    """What was skipped, layer by layer."""
+    rows = [
+        [key, *(f"{phases[p]['realised']:.1%}" if p in phases else "–" for p in ("prefill", "decode"))]
+        for key, phases in {"all": report, **report["layers"]}.items()
+    ]
+    return table("slots not run", ["layer", "prefill", "decode"], rows)
+
+
 def print_model(console: Console, moe: MoEModel) -> None:
     from ..checkpoint.model import how_it_runs, outliers
     from ..integrations.transformers import on_gpu
 
-    rows = []
-    for site, facts in zip(moe.sites, moe.structure().values(), strict=True):
-        norm = type(site.norm).__name__ if site.norm is not None else "none"
-        router = type(site.router).__name__ if site.router is not None else "not found"
-        numbers = [str(facts[n]) for n in ("experts", "top_k", "hidden", "intermediate")]
-        rows.append([site.key, *numbers, type(site.experts).__name__, norm, f"{router} ({site.router_input} input)"])
-    columns = ["layer", "experts", "top k", "d", "m", "class", "norm", "router"]
-    console.print(table(f"MoE layers of {moe.name} ({moe.architecture})", columns, rows))
-    paths = [(site.key, on_gpu(site.experts)) for site in moe.sites]
-    for path in dict.fromkeys(path for _, path in paths):
-        keys = [key for key, taken in paths if taken == path]
-        print_line(console, f"on a GPU: {path} ({'all layers' if len(keys) == len(paths) else ', '.join(keys)})")
-    stored = {key: ", ".join(names) for key, names in moe.formats().items()}
-    for names in dict.fromkeys(stored.values()):
-        keys = [key for key, own in stored.items() if own == names]
-        print_line(console, f"stored as: {names} ({'all layers' if len(keys) == len(stored) else ', '.join(keys)})")
+    names = ("experts", "top_k", "hidden", "intermediate")
+    sizes = {key: tuple(str(facts[name]) for name in names) for key, facts in moe.structure().items()}
+    rows = [[said(keys), *numbers] for numbers, keys in folded(sizes)]
+    title = f"{len(moe)} MoE layers of {moe.name} ({moe.architecture})"
+    console.print(table(title, ["layers", "experts", "top k", "d", "m"], rows))
+    _print_folded(console, "built of", {site.key: _parts(site) for site in moe.sites})
+    _print_folded(console, "on a GPU", {site.key: on_gpu(site.experts) for site in moe.sites})
+    _print_folded(console, "stored as", {key: ", ".join(found) for key, found in moe.formats().items()})
     print_line(console, f"runs: {how_it_runs(moe)}")
     for key, size in outliers(moe.fingerprint()).items():
         print_line(

@@ -9,12 +9,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import OptionError
-from ..policies import AUTO
 from . import show
 from .common import (
+    AUTO,
+    SKIP,
     AllowOtherWeights,
     AsJson,
     Device,
+    DeviceMap,
+    Dtype,
     Expand,
     GainName,
     MinActive,
@@ -49,7 +52,7 @@ def perplexity(
     model: Model,
     text: Annotated[Path, typer.Option(help="The text, such as wiki.test.raw of WikiText-2.")],
     plan: OptionalPlan = None,
-    skip: Annotated[float, typer.Option(help="Fraction of routed slots to skip.")] = 0.0,
+    skip: Annotated[float | None, typer.Option(help="The budget. Default: 0.3 with a plan, else nothing.")] = None,
     protocol: Annotated[str, typer.Option(help="standard, or released: the paper's own code.")] = "standard",
     policy: PolicyName = AUTO,
     preset: Preset = None,
@@ -63,6 +66,8 @@ def perplexity(
     output: Annotated[Path | None, typer.Option("--out", "-o", help="A file to keep and continue the run in.")] = None,
     allow_other_weights: AllowOtherWeights = False,
     device: Device = None,
+    dtype: Dtype = "auto",
+    device_map: DeviceMap = None,
     expand: Expand = False,
     as_json: AsJson = False,
 ) -> None:
@@ -75,13 +80,14 @@ def perplexity(
     from ..text import check_sizes, read_text
 
     chosen = protocol_named(protocol)
+    skip = (0.0 if plan is None else SKIP) if skip is None else skip
     check_sizes(window, tokens, batch)
     if output is not None:
         check_output(output, "results", text, plan)
     content = read_text(text)
     options = settings(policy, preset, gain, min_active, min_mass)
     ace = _ace(plan, skip, allow_other_weights, {**options, "workload": workload})
-    tokenizer, loaded = load_tokenizer(model), load_model(model, device, expand=expand)
+    tokenizer, loaded = load_tokenizer(model), load_model(model, device, dtype, expand, device_map)
     check_window(loaded, window)
     windows = pieces(chosen, content, tokenizer, loaded.get_input_embeddings().num_embeddings, window, tokens)
     facts = {"model": called(model), "setup": setup_of(loaded, ace, skip, batch)}
@@ -110,7 +116,9 @@ def evaluate_tasks(
     model: Model,
     plan: Annotated[Path, typer.Option("--plan", "-p", help="The plan file.", metavar="PLAN")],
     tasks: Annotated[str, typer.Option(help="paper, names such as arc_easy,piqa, or any task of the harness.")],
-    skip: Annotated[str, typer.Option(help="Budgets; with 0 among them the others are compared with it.")] = "0,0.5",
+    skip: Annotated[
+        str, typer.Option(help="Budgets; with 0 among them the others are compared with it.")
+    ] = f"0,{SKIP}",
     data: Annotated[Path | None, typer.Option(help="Folder with arc_easy.jsonl … Default: the hub's data.")] = None,
     harness: Annotated[str, typer.Option(help="lm-eval or evalscope, which the paper used.")] = "lm-eval",
     limit: Annotated[int | None, typer.Option(help="Questions of each task. Default: all.")] = None,
@@ -131,11 +139,13 @@ def evaluate_tasks(
     """Accuracy on tasks, zero-shot and greedy, with intervals and paired differences to the unskipped model."""
     from ..evaluate import tasks as of
     from ..evaluate.sandbox import check_allowed
+    from ..loading import check_device, default_device
     from ..plan import Plan
     from ..provenance import file_hash
 
     check_output(output, "results", plan)
-    names, skips = of.parse_tasks(tasks), parse_budgets(skip)
+    names, skips, device = of.parse_tasks(tasks), parse_budgets(skip), device or default_device()
+    check_device(device)
     known = {name: of.TASKS[name] for name in names if name in of.TASKS}
     check_harness(harness)
     for name, task in known.items():
@@ -151,7 +161,7 @@ def evaluate_tasks(
         **{"harness": harness, "limit": limit, "policy": settled, "batch": batch, "cap": max_new_tokens, "chat": chat},
     }
     facts = {
-        **of.facts(model, device or "cpu", {plan.name: file_hash(plan)}),
+        **of.facts(model, device, {plan.name: file_hash(plan)}),
         "settings": of.describe(settled, harness),
     }
     results = of.evaluate(made, names, skips, rows, limit, output, identity, facts)
@@ -166,7 +176,7 @@ def _harness(
     model: str,
     plan: Path,
     options: dict[str, Any],
-    device: str | None,
+    device: str,
     batch: int,
     cap: int | None,
     chat: bool,
@@ -175,12 +185,10 @@ def _harness(
     if name == "lm-eval":
         from ..harnesses.lm_eval import AceLM, LmEval
 
-        given |= {"device": device} if device else {}
-        return LmEval(AceLM(model, batch_size=batch, **given), chat=chat, cap=cap)
+        return LmEval(AceLM(model, batch_size=batch, device=device, **given), chat=chat, cap=cap)
     from ..harnesses.evalscope import AceAPI, EvalScope
 
-    given |= {"device_map": device} if device else {}
-    return EvalScope(AceAPI(model, precision="auto", **given), cap, batch)
+    return EvalScope(AceAPI(model, precision="auto", device_map=device, **given), cap, batch)
 
 
 def check_harness(name: str) -> None:

@@ -13,6 +13,7 @@ import typer
 from ..errors import OptionError
 from . import show
 from .common import (
+    AUTO,
     AllowOtherWeights,
     AsJson,
     Device,
@@ -51,7 +52,7 @@ def trace(
     output: Annotated[Path, typer.Option("--output", "-o", help="Where the trace goes.")] = Path("ace.trace"),
     plan: Tables = None,
     skip: Annotated[float, typer.Option(help="Trace under this budget, which needs a plan.")] = 0.0,
-    policy: PolicyName = "ace",
+    policy: PolicyName = AUTO,
     preset: Preset = None,
     workload: WorkloadName = None,
     tokens: Annotated[int, typer.Option(help="Tokens of the text to read.")] = 16384,

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from transformers import PreTrainedModel
 
+from ..ace import ACE
 from ..loading import load_model, load_tokenizer, load_windows
 from ..plan import Plan
 from ..planning import Passes, map_budgets
@@ -19,11 +20,19 @@ from ..report.figures import quality_curve
 from ..scoring import score
 from ..tables.build import build_plan
 from ..text import Windows
+from ..writing import Pair, tokens_of, write_pair
 
 HERE = Path(__file__).parent
 MODEL, TEXT = HERE / "model", HERE / "wikitext-2-slice.txt"
 BUDGETS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6)
 WINDOW, TOKENS = 1024, 6 * 1024
+PROMPT, NEW_TOKENS, SHOWN = "The river rises in the mountains and", 40, 0.3
+NEXT = (
+    "Next, with the same model:",
+    "  ace chat demo --plan {plan}",
+    "  ace run demo --plan {plan} --skip 0.5 --beside --prompt TEXT",
+    "and with yours:  ace plan MODEL  ·  ace run MODEL --beside --prompt TEXT  ·  ace serve MODEL",
+)
 
 
 @dataclass(frozen=True)
@@ -86,6 +95,13 @@ def _measure(rule: Rule, plan: Plan, model: PreTrainedModel, windows: Windows) -
         realised, found = seen[fit.threshold]
         cells.append(Cell(rule.label, fit.budget, fit.threshold, realised, found.perplexity))
     return cells, mapped.plan
+
+
+def pair(folder: Path) -> Pair:
+    """What the model writes, unskipped and with a budget, by the plan that `run` left."""
+    ace = ACE.load(folder / "plan.safetensors", SHOWN)
+    model, tokenizer = load_model(MODEL, device="cpu"), load_tokenizer(MODEL)
+    return write_pair(model, tokenizer, tokens_of(model, tokenizer, PROMPT), ace, NEW_TOKENS, SHOWN)
 
 
 def draw(cells: list[Cell], path: Path) -> Path | None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from ..ace import ACE
 from ..checkpoint import resolve
-from ..errors import IntegrationError
+from ..errors import IntegrationError, TaskError, brief
 
 
 def folder_without_code(model: str | Path) -> str:
@@ -25,6 +27,19 @@ def folder_without_code(model: str | Path) -> str:
                 "knows the architecture, remove `auto_map` from a copy; else use another model."
             )
     return str(folder)
+
+
+@contextmanager
+def data_of(task: str) -> Iterator[None]:
+    """What a data set's library raises where there is none, in words: such errors call themselves errors of files."""
+    try:
+        yield
+    except OSError as error:  # DatasetNotFoundError, ConnectionError and their kin
+        raise TaskError(
+            f"The data of {task} could not be had ({type(error).__name__}: {brief(error)}). It comes from the hub unless it was "
+            "fetched before: check the name and the network (HF_HUB_OFFLINE forbids it), or give questions of your own in a "
+            "folder with `ace eval --data FOLDER`."
+        ) from error
 
 
 class Harness:

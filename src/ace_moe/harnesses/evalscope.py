@@ -1,6 +1,6 @@
 """EvalScope with skipping: a model API named `ace`, and our tasks from local files as benchmarks of the harness.
 
-    import ace_moe.integrations.evalscope
+    import ace_moe.harnesses.evalscope
     from evalscope import TaskConfig, run_task
     run_task(TaskConfig(model=MODEL, eval_type="ace", model_args={"plan": "plan.safetensors", "skip": 0.5}, datasets=["arc"]))
 
@@ -19,7 +19,7 @@ from typing import Any
 from ..ace import ACE
 from ..errors import IntegrationError
 from ..evaluate.tasks import LONG, TASKS, Row, Task, check_source
-from .base import Harness, folder_without_code
+from .base import Harness, data_of, folder_without_code
 
 try:
     from evalscope import TaskConfig, run_task
@@ -134,7 +134,8 @@ class EvalScope(Harness):
     def reviews(self, name: str, rows: Sequence[Row] | None, limit: int | None) -> list[dict[str, Any]]:
         """EvalScope's own record of each question: prompt, answer, score."""
         with tempfile.TemporaryDirectory(prefix="ace-evalscope-") as folder:
-            run_task(self._config(name, rows, limit, Path(folder)))
+            with data_of(f"task {name!r}"):
+                run_task(self._config(name, rows, limit, Path(folder)))
             files = sorted((Path(folder) / "reviews").rglob("*.jsonl"))
             found = [[json.loads(row) for row in file.read_text(encoding="utf-8").split("\n") if row] for file in files]
         return [review for subset in found for review in sorted(subset, key=lambda review: review["index"])]

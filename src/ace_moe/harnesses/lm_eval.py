@@ -7,13 +7,15 @@ lm-eval has no plugin mechanism: importing this module is what registers the mod
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..ace import ACE
-from ..errors import IntegrationError
+from ..errors import IntegrationError, TaskError
 from ..evaluate.tasks import TASKS, Row, Task, check_source
-from .base import Harness
+from ..loading import default_device
+from .base import Harness, data_of
 
 try:
     import datasets
@@ -47,7 +49,7 @@ class AceLM(HFLM):
         phases = {"prefill": skip_prefill, "decode": skip_decode}
         by_phase = {phase: float(value) for phase, value in phases.items() if value is not None}
         self.ace = ACE.load(plan, by_phase or float(skip), **ours)  # a wrong plan is refused before the model is loaded
-        super().__init__(pretrained, **options)
+        super().__init__(pretrained, **{"device": default_device(), **options})  # lm-eval's own default is a GPU
         self.ace.attach(self.model)
 
     def get_model_info(self) -> dict[str, Any]:
@@ -115,19 +117,29 @@ class LmEval(Harness):
         """lm-eval's own results of one task."""
         task = TASKS.get(name)
         cap = self.cap or (task.cap if task is not None else None)
-        found = simple_evaluate(
-            self.model,
-            tasks=[name if task is None else self._source(task, rows)],
-            num_fewshot=0,
-            limit=limit,
-            log_samples=True,
-            bootstrap_iters=0,
-            gen_kwargs={"max_gen_toks": cap, "do_sample": False} if cap else None,
-            apply_chat_template=self.chat,
-            task_manager=self.manager,
-        )
+        self._check_known(name, task)
+        with data_of(f"task {name!r}"):
+            found = simple_evaluate(
+                self.model,
+                tasks=[name if task is None else self._source(task, rows)],
+                num_fewshot=0,
+                limit=limit,
+                log_samples=True,
+                bootstrap_iters=0,
+                gen_kwargs={"max_gen_toks": cap, "do_sample": False} if cap else None,
+                apply_chat_template=self.chat,
+                task_manager=self.manager,
+            )
         assert found is not None
         return found
+
+    def _check_known(self, name: str, task: Task | None) -> None:
+        if task is None and name not in self.manager.all_tasks:
+            near = difflib.get_close_matches(name, [*TASKS, *self.manager.all_tasks], n=1)
+            meant = f" Did you mean {near[0]!r}?" if near else ""
+            raise TaskError(
+                f"lm-eval has no task {name!r}, and neither have we.{meant} `lm-eval ls tasks` lists its own."
+            )
 
     def _source(self, task: Task, rows: Sequence[Row] | None) -> ConfigurableTask | str:
         """Rows that are given, rows of the same shape from the hub, or lm-eval's own task."""
@@ -146,4 +158,5 @@ def main(arguments: Sequence[str]) -> None:
     from lm_eval.__main__ import cli_evaluate
 
     sys.argv = ["lm_eval", *arguments]
-    cli_evaluate()
+    with data_of("a task"):
+        cli_evaluate()

@@ -51,6 +51,13 @@ class Plan:
             return NotImplemented
         return all(equal(getattr(self, f.name), getattr(other, f.name)) for f in fields(self))
 
+    def __repr__(self) -> str:
+        names = ", ".join(next(iter(self.tables.values()), {})) or "no"
+        budgets = sorted({t.budget for t in self.thresholds})
+        mapped = f"thresholds for {budgets[0]:.0%} to {budgets[-1]:.0%}" if budgets else "no thresholds"
+        texts = ", ".join(w.name for w in self.workloads) or "no text"
+        return f"Plan({self.model or 'unnamed'}: {len(self.tables)} layers, tables {names}, {mapped} on {texts})"
+
     # ---- tables -----------------------------------------------------------------------------------------------
 
     def with_tables(

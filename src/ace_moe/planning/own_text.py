@@ -20,7 +20,7 @@ from ..errors import ModelError, TextError
 from ..loading import load_tokenizer, load_windows
 from ..plan import OWN
 from ..scoring import predicts
-from ..text import Windows, windows_of
+from ..text import Text, Windows, windows_of
 
 SAMPLES, LENGTH, SEED = 8, 256, 0
 LONGEST_TURN = 64  # tokens of a user's turn, so that most of a sample is answer
@@ -101,13 +101,18 @@ class Writer:
 
 
 def text_for(
-    model: PreTrainedModel, source: str | Path, text: str | Path | None, window: int = 1024, tokens: int = 65536
+    model: PreTrainedModel,
+    source: str | Path,
+    text: str | Path | Text | None,
+    window: int = 1024,
+    tokens: int = 65536,
+    tokenizer: Any = None,
 ) -> Windows:
-    """Windows of the text, or of the model's own where none is given; `source` is where the model was loaded from."""
+    """Windows of the text, or of the model's own where none is given; `source` is where the tokenizer comes from."""
     if text is not None:
-        return load_windows(model, load_tokenizer(source), text, window, tokens)
+        return load_windows(model, tokenizer or load_tokenizer(source), text, window, tokens)
     try:
-        tokenizer = load_tokenizer(source)
+        tokenizer = tokenizer or load_tokenizer(source)
     except TextError:  # it is asked for a chat template alone
         tokenizer = None
     return own_windows(model, tokenizer)

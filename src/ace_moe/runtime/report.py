@@ -13,7 +13,7 @@ from ..errors import IntegrationError
 from .rows import PHASES, row_of
 
 ALWAYS = ("prefill", "decode")  # phases a report has also before anything was counted
-NOT_COUNTED, COUNTED = "not counted", "counted: some passes came without a mask that tells it apart"
+NOT_COUNTED, COUNTED = "not counted", "counted, if there was any: some passes came without a mask that tells it apart"
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,237 @@
+"""Text from a skipped model: run, and chat."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ..errors import AceError, BudgetError
+from . import show
+from .common import (
+    AUTO,
+    SKIP,
+    AllowOtherWeights,
+    AsJson,
+    Device,
+    DeviceMap,
+    Dtype,
+    Expand,
+    GainName,
+    MinActive,
+    MinMass,
+    Model,
+    PolicyName,
+    Preset,
+    Quiet,
+    Skip,
+    WorkloadName,
+    app,
+    err,
+    note,
+    out,
+    print_json,
+    settings,
+    warn_of_loss,
+)
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from ..ace import ACE
+    from ..writing import Message
+
+OptionalPlan = Annotated[
+    Path | None,
+    typer.Option(
+        "--plan", "-p", help="The plan file. Default: made from the checkpoint and kept, on the model's own text."
+    ),
+]
+NewTokens = Annotated[int, typer.Option(help="Tokens to generate.")]
+Template = Annotated[bool | None, typer.Option(help="Ask through the chat template. Default: if the model has one.")]
+HELP = """/skip 0.4  another budget, at once
+/new       forget what was said
+/report    what was skipped, layer by layer
+/quit      end (Ctrl-D too)"""
+
+
+@app.command(
+    epilog='Example: ace run Qwen/Qwen3-30B-A3B --plan qwen3.safetensors --skip 0.3 --beside --prompt "Once upon a time"'
+)
+def run(
+    model: Model,
+    prompt: Annotated[str, typer.Option(help="What the model continues or answers.")],
+    plan: OptionalPlan = None,
+    skip: Skip = SKIP,
+    beside: Annotated[bool, typer.Option("--beside", help="Show the unskipped model's text beside it.")] = False,
+    policy: PolicyName = AUTO,
+    preset: Preset = None,
+    gain: GainName = None,
+    min_active: MinActive = None,
+    min_mass: MinMass = None,
+    workload: WorkloadName = None,
+    max_new_tokens: NewTokens = 64,
+    chat: Template = None,
+    quiet: Quiet = False,
+    allow_other_weights: AllowOtherWeights = False,
+    device: Device = None,
+    dtype: Dtype = "auto",
+    device_map: DeviceMap = None,
+    expand: Expand = False,
+    as_json: AsJson = False,
+) -> None:
+    """Generate text with a budget, as it comes, and show the realised ratio; or both texts, side by side."""
+    from ..writing import as_text, check_prompt, has_template, tokens_of, write, write_pair
+    from .show_written import print_pair
+
+    check_prompt(prompt, max_new_tokens)
+    warn_of_loss([skip], quiet)
+    options = settings(policy, preset, gain, min_active, min_mass)
+    ace = _ace(model, plan, skip, workload, allow_other_weights, options)
+    tokenizer, loaded = _load(model, device, dtype, expand, device_map)
+    template = has_template(tokenizer) if chat is None else chat
+    text = as_text(tokenizer, [{"role": "user", "content": prompt}], template)
+    ids = tokens_of(loaded, tokenizer, text, template)
+    if beside:
+        found = write_pair(loaded, tokenizer, ids, ace, max_new_tokens, skip)
+        return print_json({"prompt": prompt, **found.to_json()}) if as_json else print_pair(out, found, prompt)
+    with ace(loaded), _streamed(prompt, as_json) as say:
+        written = write(loaded, tokenizer, ids, max_new_tokens, say)
+    report = ace.report()
+    if as_json:
+        return print_json({"prompt": prompt, **written.to_json(), "requested": skip, **report})
+    phases = f"prefill {report['prefill']['realised']:.1%}, decode {report['decode']['realised']:.1%}"
+    said = f"requested {skip:.1%}, realised {report['realised']:.1%} ({phases})"
+    show.print_line(err, f"{said}; {written.tokens} tokens, {written.speed:.1f} a second")
+
+
+def _ace(model: str, plan: Path | None, skip: float, workload: str | None, other: bool, options: dict[str, Any]) -> ACE:
+    """With the plan that was given, or the one that is kept for this model, made where there is none."""
+    from ..ace import ACE
+    from ..integrations.vllm.settings import Settings
+    from .serving import find_plan
+
+    if plan is None:
+        plan, named = find_plan(model, None, Settings.from_dict({"skip": skip, **options}), None)
+        workload = workload or named
+    return ACE.load(plan, skip, workload=workload, allow_other_weights=other, **options)
+
+
+def _load(
+    model: str, device: str | None, dtype: str, expand: bool, device_map: str | None
+) -> tuple[Any, PreTrainedModel]:
+    from ..loading import load_model, load_tokenizer
+
+    return load_tokenizer(model), load_model(model, device, dtype, expand, device_map)
+
+
+@contextmanager
+def _streamed(prompt: str, as_json: bool) -> Iterator[Any]:
+    """Pieces go to stdout as they come, so that they can be piped; the prompt in front is for people alone."""
+    if as_json:
+        yield lambda piece: None
+        return
+    err.print(prompt, style="dim", end="" if out.is_terminal else "\n", markup=False, highlight=False)
+    yield lambda piece: out.print(piece, end="", markup=False, highlight=False, soft_wrap=True)
+    out.print()
+
+
+# ---- chat ---------------------------------------------------------------------------------------------------------
+
+
+@app.command(epilog="Example: ace chat Qwen/Qwen3-30B-A3B --plan qwen3.safetensors --skip 0.3")
+def chat(
+    model: Model,
+    plan: OptionalPlan = None,
+    skip: Skip = SKIP,
+    policy: PolicyName = AUTO,
+    preset: Preset = None,
+    gain: GainName = None,
+    workload: WorkloadName = None,
+    max_new_tokens: NewTokens = 256,
+    template: Annotated[
+        bool | None, typer.Option("--chat/--no-chat", help="Use the chat template. Default: if there is one.")
+    ] = None,
+    allow_other_weights: AllowOtherWeights = False,
+    device: Device = None,
+    dtype: Dtype = "auto",
+    device_map: DeviceMap = None,
+    expand: Expand = False,
+) -> None:
+    """Talk to a model and change the budget while you do: /skip 0.4."""
+    from ..writing import check_prompt, has_template
+
+    check_prompt("-", max_new_tokens)
+    ace = _ace(model, plan, skip, workload, allow_other_weights, settings(policy, preset, gain, None, None))
+    tokenizer, loaded = _load(model, device, dtype, expand, device_map)
+    uses = has_template(tokenizer) if template is None else template
+    show.print_line(err, f"{model}, {skip:.0%} of slots skipped. /help lists what else can be said.")
+    with ace(loaded):
+        Talk(ace, loaded, tokenizer, max_new_tokens, uses).listen()
+
+
+class Talk:
+    """What was said so far, and a line at a time."""
+
+    def __init__(self, ace: ACE, model: PreTrainedModel, tokenizer: Any, max_new_tokens: int, template: bool):
+        self.ace, self.model, self.tokenizer = ace, model, tokenizer
+        self.max_new_tokens, self.template = max_new_tokens, template
+        self.said: list[Message] = []
+
+    def listen(self) -> None:
+        for line in _lines():
+            if line == "/quit":
+                return
+            try:
+                self.command(*line.split()) if line.startswith("/") else self.answer(line)
+            except AceError as error:  # a budget that cannot be met ends nothing
+                note(error)
+            except KeyboardInterrupt:
+                err.print("\n(stopped)")
+
+    def command(self, name: str, *values: str) -> None:
+        if name == "/skip" and len(values) == 1:
+            self.ace.set_skip(_number(values[0]))
+            show.print_line(err, f"{self.ace.skip:.0%} of slots skipped from now on")
+        elif name == "/new":
+            self.said = []
+        elif name == "/report":
+            err.print(show.report_table(self.ace.report()))
+        else:
+            err.print(HELP, markup=False, highlight=False)
+
+    def answer(self, line: str) -> None:
+        from ..writing import as_text, tokens_of, write
+
+        asked = [*self.said, {"role": "user", "content": line}]
+        ids = tokens_of(self.model, self.tokenizer, as_text(self.tokenizer, asked, self.template), self.template)
+        self.ace.reset()
+        say = lambda piece: out.print(piece, end="", markup=False, highlight=False, soft_wrap=True)  # noqa: E731
+        written = write(self.model, self.tokenizer, ids, self.max_new_tokens, say)
+        out.print()
+        self.said = [*asked, {"role": "assistant", "content": written.text}]
+        figures = f"{written.tokens} tokens, {written.speed:.1f} a second"
+        show.print_line(err, f"{figures}; {self.ace.realised:.1%} of slots skipped")
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise BudgetError(f"A budget is a fraction of the routed slots, such as 0.4; {text!r} is no number.") from None
+
+
+def _lines() -> Iterator[str]:
+    """What is typed, or piped, until it ends; empty lines say nothing."""
+    shown = "> " if sys.stdin.isatty() else ""
+    while True:
+        try:
+            line = input(shown).strip()
+        except (EOFError, KeyboardInterrupt):
+            return
+        if line:
+            yield line

@@ -1,0 +1,74 @@
+"""What there is: inspect, policies, and the tour of the embedded model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from . import show, show_texts
+from .common import AsJson, app, embedded, err, out, print_json
+
+
+@app.command(epilog="Examples: ace inspect Qwen/Qwen3-30B-A3B, ace inspect plan.safetensors, ace inspect COPY ORIGINAL")
+def inspect(
+    target: Annotated[str, typer.Argument(help="A model or a plan file.", metavar="MODEL|PLAN", callback=embedded)],
+    other: Annotated[str | None, typer.Argument(help="Another, such as its original.", metavar="OTHER")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """What is in this model or this plan, what ACE can do with it, and how far it is from another."""
+    from ..checkpoint import MoEModel
+    from ..plan import Plan
+
+    if other is not None:
+        from ..tables.copies import compared, plan_of
+
+        pair = compared(plan_of(target), plan_of(other))
+        return print_json(pair) if as_json else show.print_pair(out, pair)
+    if Path(target).is_file() or target.endswith(".safetensors"):
+        plan = Plan.load(target)
+        texts = show_texts.texts_json(plan)
+        if as_json:
+            return print_json(show.plan_json(plan) | {"workloads": texts})
+        show.print_plan(out, plan)
+        return out.print(show_texts.texts_table(texts)) if texts else None
+    moe = MoEModel.open(target)
+    return print_json(show.model_json(moe)) if as_json else show.print_model(out, moe)
+
+
+@app.command(epilog="Example: ace policies")
+def policies(as_json: AsJson = False) -> None:
+    """The methods that decide slots, for --policy and --methods, with what each needs."""
+    from ..policies import POLICIES
+
+    found = {name: ((cls.__doc__ or "").strip().splitlines()[0], list(cls().tables)) for name, cls in POLICIES.items()}
+    if as_json:
+        return print_json({name: {"about": about, "needs": needs} for name, (about, needs) in found.items()})
+    rows = [[name, about, ", ".join(needs) or "–"] for name, (about, needs) in found.items()]
+    out.print(show.table("policies", ["name", "what it does", "tables it needs"], rows, words=2))
+
+
+@app.command(epilog="Example: ace demo")
+def demo(
+    output: Annotated[
+        Path, typer.Option("--out", "--output", "-o", help="Folder for the plan, the JSON and the picture.")
+    ] = Path("ace-demo"),
+    as_json: AsJson = False,
+) -> None:
+    """The embedded model: tables → plan → thresholds → perplexity at 0–60 % skipped, in about a minute on a laptop."""
+    from .. import demo as tour
+    from .show_written import print_pair
+
+    show.check_folder(output)
+    cells = tour.run(output, say=lambda line: err.print(line))
+    picture = tour.draw(cells, output / "demo.png")
+    pair = tour.pair(output)
+    if as_json:
+        return print_json({"cells": [vars(cell) for cell in cells], "pair": pair.to_json()})
+    out.print(show.demo_table(cells))
+    print_pair(out, pair)
+    there = f", picture in {picture}" if picture else "; pip install 'ace-moe[report]' for a picture"
+    show.print_line(out, f"plan and numbers in {output}/{there}")
+    for line in tour.NEXT:
+        show.print_line(out, line.format(plan=output / "plan.safetensors"))
