@@ -80,8 +80,9 @@ class Policy(ABC):
 
     @property
     def tables(self) -> tuple[str, ...]:
-        """All tables a layer must have: the method's own, the factor's and the gain's."""
-        further = (self.factor, self.gain if self.gain.startswith(GAIN_TABLE) else None)
+        """All tables a layer must have: the method's own, the factor's, the gain's and what stands in for skipped slots."""
+        mean = MEAN if getattr(self, "compensate", None) else None  # not by `super()`, which no compiler sees through
+        further = (self.factor, self.gain if self.gain.startswith(GAIN_TABLE) else None, mean)
         return (*self.needs, *(name for name in further if name is not None))
 
     def ready(self, name: str, table: Tensor) -> Tensor:
@@ -167,10 +168,6 @@ class TokenPolicy(Policy):
     def params(self) -> dict[str, Any]:
         """Without what says nothing."""
         return {k: v for k, v in super().params.items() if v or k not in ("denominator", "compensate")}
-
-    @property
-    def tables(self) -> tuple[str, ...]:
-        return super().tables if self.compensate is None else (*super().tables, MEAN)
 
     @property
     def needs_logits(self) -> bool:  # type: ignore[override]

@@ -45,6 +45,7 @@ class Layer(nn.Module):
     counts: Tensor
     reads: Tensor
     factor: Tensor
+    table_mean_output: Tensor
 
     def __init__(
         self,
@@ -94,7 +95,7 @@ class Layer(nn.Module):
         form = policy.kernel_rule()
         own = tables[form.factor] if form is not None and form.factor else 1.0
         common = torch.inf if guarded else tables[policy.factor] if policy.factor else 1.0
-        self.weighed = policy.factor is not None
+        self.weighed, self.compensates = policy.factor is not None, MEAN in policy.tables
         gain = (
             1.0 if policy.gain in rule.GAINS else tables[policy.gain] if policy.gain in tables else float(policy.gain)
         )
@@ -213,7 +214,7 @@ class Layer(nn.Module):
     @property
     def mean(self) -> Tensor | None:
         """[E, d]: what stands in for a skipped slot of each expert; such slots are coded then (`rule.coded`)."""
-        return getattr(self, f"table_{MEAN}") if MEAN in self.policy.tables else None
+        return self.table_mean_output if self.compensates else None
 
     def _tables(self) -> dict[str, Tensor]:
         return {name: getattr(self, f"table_{name}") for name in self.policy.tables}
