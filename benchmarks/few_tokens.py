@@ -1,5 +1,5 @@
-"""Two to four tokens in one layer, at 0, 60 % and 60 % with restored slots: programs of different tokens side by side or not,
-tokens that share an expert reading it together or not; over all experts, and over 24 of them as skewed routers do.
+"""Two to four tokens in one layer, at 0, 60 % and 60 % with restored slots: programs of different tokens side by side or not;
+over all experts, and over 24 of them as skewed routers do.
 
     python benchmarks/few_tokens.py            # one GPU, Qwen3-30B-A3B's layer
 
@@ -47,15 +47,14 @@ def main() -> None:
             x = [torch.randn(tokens, D, device="cuda").bfloat16() for _ in layers]
             routed = [routings(tokens, way, used, g) for _ in layers]
             found = {}
-            for kind in ((False, False), (True, False), (True, True)):
-                experts.BESIDE, experts.SHARED = kind
+            for beside in (False, True):
+                experts.BESIDE = beside
                 run = lambda: [experts.run(a, r[0], r[1], w) for a, r, w in zip(x, routed, layers, strict=True)]  # noqa: B023, E731
-                found[kind] = graph_time(run) / LAYERS
+                found[beside] = graph_time(run) / LAYERS
             ran = statistics.mean(r[2] for r in routed)
-            apart, beside, together = found.values()
             print(
-                f"{tokens} tokens of {used:3} experts {way:8} ran {ran:.1%}: {apart:.2f} us apart, {beside:.2f} side by side, "
-                f"{together:.2f} together",
+                f"{tokens} tokens of {used:3} experts {way:8} ran {ran:.1%}: {found[False]:.2f} us apart, "
+                f"{found[True]:.2f} side by side",
                 flush=True,
             )
     counts = [torch.randint(0, 9, (49, 3), device="cuda") for _ in range(48)]

@@ -182,17 +182,3 @@ def test_uninitialised_memory_never_leaks(monkeypatch):
         x = torch.randn(tokens, 20, device=DEVICE)
         y = experts.run(x, ids, gates, weights)
         torch.testing.assert_close(y.double(), dense(x, ids, gates, weights), rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("k", [2, 3])
-def test_tokens_that_share_an_expert_read_it_together(k, monkeypatch):
-    """The same to the last bit as each by itself, whichever tokens have the expert."""
-    weights = make_weights(EXPERTS, 20, 12, SILU)
-    x = torch.randn(3, 20, generator=torch.Generator().manual_seed(2)).to(DEVICE)
-    ids = torch.tensor([[4, 7, 1], [7, 4, EXPERTS], [-1, 7, 4]], device=DEVICE)[:, :k].contiguous()
-    gates = torch.rand(3, k, generator=torch.Generator().manual_seed(1)).to(DEVICE)
-    together = experts.run(x, ids, gates, weights)
-    monkeypatch.setattr(experts, "SHARED", False)
-    assert torch.equal(together, experts.run(x, ids, gates, weights))
-    wanted = dense(x, torch.where(ids < 0, EXPERTS, ids), gates, weights)
-    torch.testing.assert_close(together.double(), wanted, rtol=1e-4, atol=1e-5)

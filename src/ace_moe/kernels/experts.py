@@ -27,7 +27,6 @@ STAGED = 8  # slots per expert from which a layer in host memory is copied whole
 BULK: bool | None = None  # whether the copy engine fetches weights; None: where there is one
 # whether few tokens run side by side, so that an expert two of them need is read once; None: where there are two
 BESIDE: bool | None = None
-SHARED = True  # whether few tokens that need one expert read it together; else each by itself
 
 
 def power_of_two(n: int) -> int:
@@ -103,9 +102,8 @@ def _one(x: Tensor, ids: Tensor, gates: Tensor, weights: Weights, mean: Tensor |
     beside, near = int(tokens > 1 if BESIDE is None else BESIDE), weights.near is not None
     up, down = (triton.cdiv(m, tiles.bn_up), tokens * k), (triton.cdiv(d, tiles.bn_down), tokens)
     one_kernel.one_up[up[::-1] if beside else up](
-        x, ids, *_near(weights, weights.w_in), s_in, b_in, h, experts, tokens * k, d, m, x.stride(0),
-        *weights.strides(weights.w_in), *in_factors, b_in.stride(0), TOP_K=k, TP=power_of_two(tokens) if SHARED else 1,
-        SP=power_of_two(tokens * k), BESIDE=beside, NEAR=near, **early,
+        x, ids, *_near(weights, weights.w_in), s_in, b_in, h, experts, d, m, x.stride(0),
+        *weights.strides(weights.w_in), *in_factors, b_in.stride(0), TOP_K=k, BESIDE=beside, NEAR=near, **early,
         **_up_options(weights, tiles, d),
     )  # fmt: skip
     one_kernel.one_down[down[::-1] if beside else down](

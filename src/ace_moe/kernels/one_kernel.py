@@ -10,15 +10,12 @@ from .products_kernel import finish_up, first_of, stand_in
 
 
 @triton.jit
-def _rows(at, k, d, inside, EVEN: tl.constexpr):
-    """Rows [BN, BK] of a matrix, on their way from memory."""
+def _row_dot(
+    rows, x, k, d, inside, factors, s_col, EVEN: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, QK: tl.constexpr
+):
+    """Rows [BN] of a matrix times x [BK]: [BN] in fp32. `factors` points at the rows' first block in this tile."""
     mask = inside[:, None] if EVEN else inside[:, None] & (k < d)[None, :]
-    return tl.load(at, mask=mask, other=0.0, eviction_policy="evict_first")
-
-
-@triton.jit
-def _row_dot(w, x, k, d, inside, factors, s_col, BN: tl.constexpr, BK: tl.constexpr, QK: tl.constexpr):
-    """Rows w [BN, BK] times x [BK]: [BN] in fp32. `factors` points at the rows' first block in this tile."""
+    w = tl.load(rows, mask=mask, other=0.0, eviction_policy="evict_first")
     products = w.to(tl.float32) * x[None, :]
     if QK > 0:
         blocks = tl.arange(0, BK // QK)
@@ -30,41 +27,18 @@ def _row_dot(w, x, k, d, inside, factors, s_col, BN: tl.constexpr, BK: tl.conste
 
 
 @triton.jit
-def _sharing(slot, e, ids, S, SP: tl.constexpr):
-    """(whether this slot is the first of its expert, how many have it, which they are: rank [SP] or -1)."""
-    j = tl.arange(0, SP)
-    same = (tl.load(ids + j, mask=j < S, other=-1) == e) & (j < S)
-    rank = tl.where(same, tl.cumsum(same.to(tl.int32), 0) - 1, -1)
-    return tl.min(tl.where(same, j, SP), 0) == slot, tl.sum(same.to(tl.int32), 0), rank
-
-
-@triton.jit
-def _at(i, rank, SP: tl.constexpr):
-    """The slot of rank i."""
-    return tl.sum(tl.where(rank == i, tl.arange(0, SP), 0), 0)
-
-
-@triton.jit
 def one_up(
-    x, ids, w, near, near_w, s, b, h, E, S, d, m, x_row, w_expert, w_row, w_col, s_expert, s_row, s_col, b_row,
-    TOP_K: tl.constexpr, TP: tl.constexpr, SP: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr,
-    GATED: tl.constexpr, INTERLEAVED: tl.constexpr, BIAS: tl.constexpr, KIND: tl.constexpr, ALPHA: tl.constexpr,
-    LIMIT: tl.constexpr, QN: tl.constexpr, QK: tl.constexpr, BESIDE: tl.constexpr, NEAR: tl.constexpr,
-    EARLY: tl.constexpr,
+    x, ids, w, near, near_w, s, b, h, E, d, m, x_row, w_expert, w_row, w_col, s_expert, s_row, s_col, b_row,
+    TOP_K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr, GATED: tl.constexpr,
+    INTERLEAVED: tl.constexpr, BIAS: tl.constexpr, KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
+    QN: tl.constexpr, QK: tl.constexpr, BESIDE: tl.constexpr, NEAR: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """h [S, m] ← act of the up product. Grid (tiles of m, S), or BESIDE (S, tiles of m).
-
-    An expert is read once for all of up to TP tokens that share it: by the program of the first slot that has it.
-    """
+    """h [S, m] ← act of the up product, slot by slot. Grid (tiles of m, S), or BESIDE (S, tiles of m)."""
     take_turn(EARLY)
     slot = tl.program_id(1 - BESIDE)
     e = tl.load(ids + slot)
     if (e < 0) | (e >= E):
         return
-    if TP > 1:
-        first, count, rank = _sharing(slot, e, ids, S, SP)
-        if not first:
-            return
     n = tl.program_id(BESIDE) * BN + tl.arange(0, BN)
     inside = n < m
     gate_row = n * 2 if INTERLEAVED else n
@@ -72,38 +46,19 @@ def one_up(
     base = first_of(e, w, near, near_w, w_expert, True, NEAR)
     factors = s + e.to(tl.int64) * s_expert
     q = QN if QK > 0 else 1
-    gate = tl.zeros((BN, TP), tl.float32)
-    up = tl.zeros((BN, TP), tl.float32)
+    gate = tl.zeros((BN,), tl.float32)
+    up = tl.zeros((BN,), tl.float32)
     for start in range(0, d, BK):
         k = start + tl.arange(0, BK)
         at = factors + (start // (QK if QK > 0 else 1)) * s_col
-        gates, ups = at + (gate_row // q) * s_row, at + (up_row // q) * s_row
-        w_gate = _rows(base + gate_row[:, None] * w_row + k[None, :] * w_col, k, d, inside, EVEN)
-        w_up = w_gate
+        v = tl.load(x + (slot // TOP_K) * x_row + k, mask=k < d, other=0.0).to(tl.float32)
+        gates = base + gate_row[:, None] * w_row + k[None, :] * w_col
+        gate += _row_dot(gates, v, k, d, inside, at + (gate_row // q) * s_row, s_col, EVEN, BN, BK, QK)
         if GATED:
-            w_up = _rows(base + up_row[:, None] * w_row + k[None, :] * w_col, k, d, inside, EVEN)
-        if TP == 1:
-            v = tl.load(x + (slot // TOP_K) * x_row + k, mask=k < d, other=0.0).to(tl.float32)
-            gate += _row_dot(w_gate, v, k, d, inside, gates, s_col, BN, BK, QK)[:, None]
-            if GATED:
-                up += _row_dot(w_up, v, k, d, inside, ups, s_col, BN, BK, QK)[:, None]
-        else:
-            for i in range(count):
-                mine = (tl.arange(0, TP) == i)[None, :]
-                v = tl.load(x + (_at(i, rank, SP) // TOP_K) * x_row + k, mask=k < d, other=0.0).to(tl.float32)
-                gate += tl.where(mine, _row_dot(w_gate, v, k, d, inside, gates, s_col, BN, BK, QK)[:, None], 0.0)
-                if GATED:
-                    up += tl.where(mine, _row_dot(w_up, v, k, d, inside, ups, s_col, BN, BK, QK)[:, None], 0.0)
-    b += e * b_row
-    if TP == 1:
-        out = finish_up(tl.sum(gate, 1), tl.sum(up, 1), b, gate_row, up_row, inside, GATED, BIAS, KIND, ALPHA, LIMIT)
-        tl.store(h + slot * m + n, out.to(h.dtype.element_ty), mask=inside)
-    else:
-        for i in range(count):
-            mine = (tl.arange(0, TP) == i)[None, :]
-            g, u = tl.sum(tl.where(mine, gate, 0.0), 1), tl.sum(tl.where(mine, up, 0.0), 1)
-            out = finish_up(g, u, b, gate_row, up_row, inside, GATED, BIAS, KIND, ALPHA, LIMIT)
-            tl.store(h + _at(i, rank, SP) * m + n, out.to(h.dtype.element_ty), mask=inside)
+            ups = base + up_row[:, None] * w_row + k[None, :] * w_col
+            up += _row_dot(ups, v, k, d, inside, at + (up_row // q) * s_row, s_col, EVEN, BN, BK, QK)
+    out = finish_up(gate, up, b + e * b_row, gate_row, up_row, inside, GATED, BIAS, KIND, ALPHA, LIMIT)
+    tl.store(h + slot * m + n, out.to(h.dtype.element_ty), mask=inside)
 
 
 @triton.jit
