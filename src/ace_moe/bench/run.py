@@ -93,7 +93,7 @@ class Bench:
         expected: Expected | None = None,
     ):
         self.model, self.ratios, self.say, self.expected = model, ratios, say, expected
-        self.ace = ACE(plan or build_plan(model))
+        self.ace = ACE(plan or build_plan(model), policy="ace")
         self.taus: dict[float, float] = {}
         self.tokens = random_tokens(model) if text is None else text_tokens(text, model.device)
         self.fidelity = {} if text is None else fidelity(model, self.ace.plan, self.ace.policy, text, ratios)

@@ -95,7 +95,8 @@ class Layer(nn.Module):
         form = policy.kernel_rule()
         own = tables[form.factor] if form is not None and form.factor else 1.0
         common = torch.inf if guarded else tables[policy.factor] if policy.factor else 1.0
-        self.weighed, self.compensates = policy.factor is not None, MEAN in policy.tables
+        self.names = policy.tables  # here, because a compiler that looks on does not see through every property
+        self.weighed, self.compensates = policy.factor is not None, MEAN in self.names
         gain = (
             1.0 if policy.gain in rule.GAINS else tables[policy.gain] if policy.gain in tables else float(policy.gain)
         )
@@ -217,7 +218,7 @@ class Layer(nn.Module):
         return self.table_mean_output if self.compensates else None
 
     def _tables(self) -> dict[str, Tensor]:
-        return {name: getattr(self, f"table_{name}") for name in self.policy.tables}
+        return {name: getattr(self, f"table_{name}") for name in self.names}
 
     def protected(self, routing: Routing) -> Tensor:
         """What this layer's policy would say of slots another one decides: protected contributions, [T, k]."""
