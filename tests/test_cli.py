@@ -225,7 +225,7 @@ def test_names_with_brackets_are_printed_as_they_are(plan: Path, tmp_path: Path)
 def test_plan_is_tables_and_budget(plan: Path, tmp_path: Path) -> None:
     """One command leaves what the two leave, and has nothing to do where all is there."""
     path = tmp_path / "plan.safetensors"
-    ask = ("plan", MODEL, "-o", path, "--text", TEXT, *PASS, "--budgets", "0.3,0.5", "--json")
+    ask = ("plan", MODEL, "-o", path, "--text", TEXT, *PASS, "--budgets", "0.3,0.5", "--policy", "ace", "--json")
     made, again = run_ace(*ask).json, run_ace(*ask).json
     assert made["passes"] > 2 and again["passes"] == 0
     one, two = Plan.load(path), Plan.load(plan)
@@ -381,7 +381,9 @@ def test_options_mean_the_same_everywhere() -> None:
     elsewhere = {"chat", "serve", "lm-eval"}  # a loop, a server, another program's command line
     assert {name for name, found in flags.items() if "--json" not in found} == elsewhere
     assert all("--out" in found for found in flags.values() if "-o" in found or "--output" in found)
-    skips = {str(found["skip"].default) for name, found in options.items() if "skip" in found}
+    asked = {name: found["skip"].default for name, found in options.items() if "skip" in found}
+    assert asked.pop("trace") == 0.0 and asked.pop("simulate") == "0.2,0.3,0.4", "what a trace is of, and is asked"
+    skips = set(map(str, asked.values()))
     assert skips == {"0.3", "0,0.3", "None"}, "None: 0.3 with a plan"
 
 

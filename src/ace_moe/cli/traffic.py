@@ -49,7 +49,7 @@ Tables = Annotated[Path | None, typer.Option("--plan", "-p", help="The plan file
 def trace(
     model: Model,
     text: Annotated[Path, typer.Option(help="Text of the kind the model serves: .txt, or .jsonl with `text`.")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="Where the trace goes.")] = Path("ace.trace"),
+    output: Annotated[Path, typer.Option("--out", "--output", "-o", help="Where the trace goes.")] = Path("ace.trace"),
     plan: Tables = None,
     skip: Annotated[float, typer.Option(help="Trace under this budget, which needs a plan.")] = 0.0,
     policy: PolicyName = AUTO,
