@@ -12,7 +12,7 @@ import typer
 
 from ..errors import OptionError
 from ..files import replace_whole
-from .common import AsJson, Device, app, note, out, parse_budgets, print_json
+from .common import AsJson, Device, app, here, note, out, parse_budgets, print_json
 from .outputs import check_output
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ UNION = "With --routing skewed: experts that 16 tokens read. Default 49 of 128, 
 def bench(
     model: Annotated[str | None, typer.Argument(help="A checkpoint; leave it out with --shape.", metavar="MODEL")] = None,
     shape: Annotated[str | None, typer.Option(help="Random weights of a known shape: qwen3-30b-a3b …")] = None,
-    plan: Annotated[Path | None, typer.Option("--plan", "-p", help="Tables made before.", metavar="PLAN")] = None,
+    plan: Annotated[Path | None, typer.Option("--plan", "-p", help="Tables made before.", callback=here)] = None,
     skip: Annotated[str, typer.Option(help="Ratios to time, 0 among them: 0,0.6 or from:to:step.")] = "0,0.6",
     rows: Annotated[str, typer.Option(help="quick, paper (its five rows) or full (and batches to 64).")] = QUICK,
     prefill: Annotated[str | None, typer.Option(help="Prompts instead of --rows: 1024x1,1024x16 (tokens x batch).")] = None,

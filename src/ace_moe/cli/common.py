@@ -32,6 +32,13 @@ class Commands(typer.core.TyperGroup):
             raise typer.Exit(130) from None
 
 
+def here(plan: Path | None) -> Path | None:
+    """Where a plan option takes a repository's name: its plan, fetched."""
+    from ..sharing import located
+
+    return plan if plan is None else located(plan)
+
+
 app = typer.Typer(
     cls=Commands,
     add_completion=False,
@@ -43,7 +50,9 @@ out, err = Plain(), Plain(stderr=True)
 MOST_BUDGETS = 1000  # each takes passes of the model; a range this long has a step with a zero too many
 
 Model = Annotated[str, typer.Argument(help="A checkpoint folder or a hub repository (owner/name).", metavar="MODEL")]
-PlanPath = Annotated[Path, typer.Option("--plan", "-p", help="The plan file.", metavar="PLAN")]
+PlanPath = Annotated[
+    Path, typer.Option("--plan", "-p", help="The plan: a file, or owner/name.", metavar="PLAN", callback=here)
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1 … Default: the GPU if there is one.")]
 PolicyName = Annotated[

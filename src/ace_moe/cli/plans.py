@@ -54,9 +54,11 @@ def tables(
     layers: Annotated[
         str | None, typer.Option(help="Only MoE layers first:past-the-last, for several machines.")
     ] = None,
+    push: Annotated[str | None, typer.Option(help="Publish the plan on the hub: owner/name.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Compute the tables from the checkpoint alone and write a plan. No data, no GPU needed."""
+    from .. import sharing
     from ..checkpoint import MoEModel
     from ..loading import check_device
     from ..provenance import provenance
@@ -68,6 +70,8 @@ def tables(
     for name in devices:
         check_device(name)
     check_output(output, "plan")
+    if push is not None:
+        sharing.check_push(push)
     start = time.perf_counter()
     in_parts = stream or workers > 1 or layers is not None
     if in_parts:
@@ -81,10 +85,10 @@ def tables(
     if in_parts:
         Parts(output).remove()
     seconds = time.perf_counter() - start
+    pushed = None if push is None else sharing.push(plan, push, None if Path(model).exists() else model)
     if as_json:
-        return print_json(
-            {"plan": str(output), "layers": len(plan.tables), "undefined": plan.undefined, "seconds": seconds}
-        )
+        facts = {"plan": str(output), "layers": len(plan.tables), "undefined": plan.undefined, "seconds": seconds}
+        return print_json(facts | ({"pushed": pushed} if pushed else {}))
     out.print(show.plan_table(plan))
     for reason in plan.undefined.values():
         note(reason)
@@ -92,6 +96,8 @@ def tables(
         out,
         f"{output}: {len(plan.tables)} layers in {seconds:.1f} s. Next: ace budget {model} --plan {output} --text FILE",
     )
+    if pushed:
+        show.print_line(out, f"pushed: {pushed}")
 
 
 def _in_parts(job: Job, as_json: bool) -> Plan | None:
@@ -276,14 +282,18 @@ def inspect(
         pair = compared(plan_of(target), plan_of(other))
         return print_json(pair) if as_json else show.print_pair(out, pair)
     if Path(target).is_file() or target.endswith(".safetensors"):
-        plan = Plan.load(target)
-        texts = show_texts.texts_json(plan)
-        if as_json:
-            return print_json(show.plan_json(plan) | {"workloads": texts})
-        show.print_plan(out, plan)
-        return out.print(show_texts.texts_table(texts)) if texts else None
+        return show_plan(Plan.load(target), as_json)
     moe = MoEModel.open(target)
     return print_json(show.model_json(moe)) if as_json else show.print_model(out, moe)
+
+
+def show_plan(plan: Plan, as_json: bool) -> None:
+    """The plan's tables, thresholds and texts."""
+    texts = show_texts.texts_json(plan)
+    if as_json:
+        return print_json(show.plan_json(plan) | {"workloads": texts})
+    show.print_plan(out, plan)
+    return out.print(show_texts.texts_table(texts)) if texts else None
 
 
 @app.command(epilog="Example: ace demo")

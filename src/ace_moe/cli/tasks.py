@@ -19,10 +19,12 @@ from .common import (
     MinActive,
     MinMass,
     Model,
+    PlanPath,
     PolicyName,
     Preset,
     WorkloadName,
     app,
+    here,
     out,
     parse_budgets,
     print_json,
@@ -35,7 +37,8 @@ if TYPE_CHECKING:
     from ..evaluate.tasks import Harness
 
 OptionalPlan = Annotated[
-    Path | None, typer.Option("--plan", "-p", help="The plan file; without one nothing is skipped.", metavar="PLAN")
+    Path | None,
+    typer.Option("--plan", "-p", help="A plan file, or owner/name; without one nothing is skipped.", callback=here),
 ]
 Out = Annotated[Path, typer.Option("--out", "-o", help="The results file; if it is there, it is continued.")]
 HARNESSES = ("lm-eval", "evalscope")
@@ -107,7 +110,7 @@ def _ace(plan: Path | None, skip: float, other: bool, options: dict[str, Any]) -
 )
 def evaluate_tasks(
     model: Model,
-    plan: Annotated[Path, typer.Option("--plan", "-p", help="The plan file.", metavar="PLAN")],
+    plan: PlanPath,
     tasks: Annotated[str, typer.Option(help="paper, names such as arc_easy,piqa, or any task of the harness.")],
     skip: Annotated[str, typer.Option(help="Budgets; with 0 among them the others are compared with it.")] = "0,0.5",
     data: Annotated[Path | None, typer.Option(help="Folder with arc_easy.jsonl … Default: the hub's data.")] = None,

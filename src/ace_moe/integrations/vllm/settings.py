@@ -15,6 +15,7 @@ from ...plan import Plan
 from ...policies import Policy, TokenPolicy, choose
 from ...runtime.settings import Skip, check_tables
 from ...runtime.tracking import Control, look_up
+from ...sharing import load_plan
 from ...tables import TABLES
 from ...tables.build import add_tables, automatic_plan
 from . import KEY
@@ -108,10 +109,10 @@ class Settings:
         policy = choose(self.policy, self.preset, **self.policy_settings)
         check_policy(policy)
         if model is None:
-            plan = Plan.load(self.plan)  # type: ignore[arg-type]
+            plan = load_plan(self.plan)  # type: ignore[arg-type]
             check_tables(plan, policy, set())
             return plan, policy
-        plan = Plan.load(self.plan) if self.plan else automatic_plan(model)
+        plan = load_plan(self.plan) if self.plan else automatic_plan(model)
         check_tables(plan, policy, set(TABLES))
         if plan.lacks(policy.tables) and self.allow_other_weights:  # or adding to the plan would be refused
             plan = plan.check_model(MoEModel.open(model).fingerprint(), allow_other_weights=True)
