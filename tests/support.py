@@ -29,12 +29,14 @@ def pytest_configure(config: pytest.Config) -> None:
 def tried(request: pytest.FixtureRequest) -> Callable[..., None]:
     """Say which cells of the support page a test stands for; they count as its outcome is.
 
-    `engine`: tables, transformers, kernels or vLLM; `stored`: the format of the experts; `why`: the test is about a refusal.
+    `engine`: tables, transformers, kernels or vLLM; `stored`: the format of the experts; `why`: what is refused, all of it or
+    a part.
     """
 
-    def say(family: str, engine: str, *phases: str, stored: str = "plain", device: str = "", why: str = "") -> None:
-        where = device or ("GPU" if torch.cuda.is_available() else "CPU")
-        cell = {"family": family, "stored": stored, "engine": engine, "device": where, "why": why}
+    def say(family: str, engine: str, *phases: str, stored: str = "plain", why: str = "", part: bool = False) -> None:
+        answer = ("part" if part else "no") if why else "yes"
+        cell = {"family": family, "stored": stored, "engine": engine, "answer": answer, "why": why}
+        cell["device"] = "GPU" if torch.cuda.is_available() else "CPU"
         request.node.user_properties += [(KEY, {**cell, "phase": phase}) for phase in phases or ("",)]
 
     return say

@@ -128,6 +128,7 @@ def evaluate_tasks(
     workload: WorkloadName = None,
     batch: Annotated[int, typer.Option(help="Questions at a time.")] = 1,
     device: Device = None,
+    expand: Expand = False,
     as_json: AsJson = False,
 ) -> None:
     """Accuracy on tasks, zero-shot and greedy, with intervals and paired differences to the unskipped model."""
@@ -140,17 +141,20 @@ def evaluate_tasks(
     names, skips = of.parse_tasks(tasks), parse_budgets(skip)
     known = {name: of.TASKS[name] for name in names if name in of.TASKS}
     check_harness(harness)
+    if expand and harness != "lm-eval":
+        raise OptionError("EvalScope loads checkpoints itself. With --expand use --harness lm-eval.")
     for name, task in known.items():
         of.check_source(task, harness, local=data is not None)
         if task.runs_code:
             check_allowed(run_code, name)
     rows = {n: of.read_rows(t, path) for n, t in known.items() if (path := of.find_file(t, data)) is not None}
     options = settings(policy, preset, gain, None, None) | ({"workload": workload} if workload else {})
-    made = _harness(harness, model, plan, options, device, batch, max_new_tokens, chat)
+    made = _harness(harness, model, plan, options, device, batch, max_new_tokens, chat, expand)
     settled = made.ace.policy.settings
     identity = {
         "model": Plan.load(plan).fingerprint.routers.exact,
         **{"harness": harness, "limit": limit, "policy": settled, "batch": batch, "cap": max_new_tokens, "chat": chat},
+        **({"expand": True} if expand else {}),
     }
     facts = {
         **of.facts(model, device or "cpu", {plan.name: file_hash(plan)}),
@@ -172,12 +176,13 @@ def _harness(
     batch: int,
     cap: int | None,
     chat: bool,
+    expand: bool,
 ) -> Harness:
     given: dict[str, Any] = {"plan": str(plan), **options}
     if name == "lm-eval":
         from ..harnesses.lm_eval import AceLM, LmEval
 
-        given |= {"device": device} if device else {}
+        given |= ({"device": device} if device else {}) | ({"expand": True} if expand else {})
         return LmEval(AceLM(model, batch_size=batch, **given), chat=chat, cap=cap)
     from ..harnesses.evalscope import AceAPI, EvalScope
 
