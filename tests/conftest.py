@@ -21,6 +21,9 @@ from ace_moe.demo import MODEL, TEXT
 from ace_moe.loading import load_model, load_tokenizer, load_windows
 from ace_moe.plan import Plan
 from ace_moe.text import Windows
+from support import pytest_addoption, pytest_configure, tried
+
+__all__ = ["pytest_addoption", "pytest_configure", "tried"]  # hooks and a fixture
 
 logging.disable_progress_bar()
 # no test may depend on how fast the machine is; where a result decides whether work lands, examples are the same each time

@@ -24,6 +24,7 @@ from .runtime import Runtime, merge
 from .runtime.rows import BUDGETS, Budget
 from .runtime.settings import Skip, by_phase, check_budget, check_tables, check_threshold, policy_for
 from .runtime.tracking import Control, check_control, look_up
+from .sharing import load_plan
 from .tables import TABLES
 from .tables.build import add_tables, build_plan
 from .text import Text, Windows
@@ -86,8 +87,8 @@ class ACE:
 
     @classmethod
     def load(cls, path: str | Path, skip: Skip = 0.0, **options: Any) -> ACE:
-        """A plan file, checked. Options are those of the constructor."""
-        return cls(Plan.load(path), skip, **options)
+        """A plan file, or a plan of the hub as owner/name; both are checked. Options are those of the constructor."""
+        return cls(load_plan(path), skip, **options)
 
     @classmethod
     def from_pretrained(

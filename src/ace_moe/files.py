@@ -26,6 +26,12 @@ def expand(path: str | Path) -> Path:
     return Path(os.path.expanduser(path))
 
 
+def cache_folder() -> Path:
+    """Where plans are kept that nobody named a place for: ACE_CACHE, or ace-moe in the user's cache."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(os.environ.get("ACE_CACHE") or Path(base) / "ace-moe")
+
+
 def irregular(folder: Path) -> list[str]:
     """Names in a folder that are neither files nor folders: reading a pipe or a device may never end.
 

@@ -14,13 +14,15 @@ from typing import Any
 class Hub:
     """Serves one folder as `owner/name` at one commit. `drops`: how often a file's body breaks off in the middle."""
 
+    handler: type[Handler]
+
     def __init__(self, folder: Path, name: str = "owner/tiny"):
         self.folder, self.name, self.commit = folder, name, "a" * 40
         self.answered = self.commit  # the commit that answers name: another one where the revision changed
         self.drops: Counter[str] = Counter()
         self.asked: Counter[str] = Counter()
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (Handler,), {"hub": self}))
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), type("Bound", (self.handler,), {"hub": self}))
+        threading.Thread(target=self.server.serve_forever, args=(0.02,), daemon=True).start()
 
     @property
     def url(self) -> str:
@@ -109,3 +111,6 @@ class Handler(BaseHTTPRequestHandler):
             return 0, size
         first, _, last = asked.removeprefix("bytes=").partition("-")
         return int(first or 0), min(size, int(last) + 1 if last else size)
+
+
+Hub.handler = Handler

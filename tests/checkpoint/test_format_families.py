@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from format_cases import CASES, Dice, encode, mxfp4
+from format_cases import CASES, encode
+from layouts import OTHERS
 from quantised import FAMILIES, quantise, small, write
 from safetensors.torch import load_file
+from torch import Tensor
+from transformers.integrations import moe
 
 import zoo
 from ace_moe import ACE, build_plan
@@ -42,7 +46,8 @@ def test_tables(case: str, family: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("case", "family"), pairs(3))
-def test_tables_of_three_families(case: str, family: str, tmp_path: Path) -> None:
+def test_tables_of_three_families(case: str, family: str, tmp_path: Path, tried: Callable[..., None]) -> None:
+    tried(family, "tables", stored=case)
     assert_same_tables(*quantise(tmp_path, family, lambda key, number: case))
 
 
@@ -89,17 +94,40 @@ QUICK = ("deepseek_v3", "deepseek_v4", "glm4_moe", "qwen3_next")
 
 
 @pytest.mark.parametrize("family", [f if f in QUICK else pytest.param(f, marks=pytest.mark.slow) for f in PUBLISHED])
-def test_published_layouts_from_tables_to_a_running_model(family: str, tmp_path: Path) -> None:
+def test_published_layouts_from_tables_to_a_running_model(
+    family: str, tmp_path: Path, tried: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     if not zoo.has(family):
         pytest.skip("not in this release of transformers")
+    tried(family, "tables", stored=PUBLISHED[family])
+    tried(family, "transformers", "prefill", stored=PUBLISHED[family])
     packed, plain = quantise(tmp_path, family, lambda key, number: PUBLISHED[family])
     assert_same_tables(packed, plain)
-    model = load_model(packed, "cpu", expand=True)
-    ace = ACE(build_plan(packed))
-    ace.set_threshold(0.6)
-    with ace(model):
-        assert torch.isfinite(model(torch.arange(5, 17)[None], use_cache=False).logits).all()
-    assert 0 < ace.realised < 1
+    assert_runs_as_in_float64(packed, plain, monkeypatch)
+
+
+def by_expert(input: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
+    """The grouped product in plain words: rows up to an expert's offset are its own, [n, k] × [E, k, m]."""
+    out, start = input.new_zeros(len(input), weight.shape[-1]), 0
+    for own, end in zip(weight, offs.tolist(), strict=True):
+        out[start:end], start = input[start:end] @ own, end
+    return out
+
+
+def assert_runs_as_in_float64(packed: Path, plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The expanded model with the quantised checkpoint's plan, against what its codes mean in float64, under one rule."""
+    plan, outputs, kept = build_plan(packed), [], []
+    for model in (load_model(packed, "cpu", expand=True), load_model(plain, "cpu").double()):
+        if model.dtype == torch.float64:
+            monkeypatch.setattr(moe, "_grouped_mm", by_expert)  # the stock one takes no float64
+        ace = ACE(plan, dispatch="torch")
+        ace.set_threshold(0.6)
+        with ace(model), torch.no_grad():
+            outputs.append(model(torch.arange(5, 17)[None], use_cache=False).logits.double())
+        kept.append(ace.report()["prefill"]["kept"])
+        assert 0 < ace.realised < 1
+    assert kept[0] == kept[1]
+    torch.testing.assert_close(outputs[0], outputs[1], rtol=1e-3, atol=1e-3 * float(outputs[1].std()))
 
 
 def test_the_page_lists_what_is_checked() -> None:
@@ -107,44 +135,18 @@ def test_the_page_lists_what_is_checked() -> None:
     assert dict(re.findall(r"^\| (\w+) \| ([^|]+) \|$", page.rpartition("| family |")[2], flags=re.M)) == PUBLISHED
 
 
-def test_kimi_layout(tmp_path: Path) -> None:
-    """DeepSeek-V3's code, experts as int4 in groups of 32, attention and shared experts plain."""
-    packed, plain = quantise(tmp_path, "deepseek_v3", lambda key, number: "int4")
+@pytest.mark.parametrize("published", OTHERS)
+def test_other_layouts_from_tables_to_a_running_model(
+    published: str, tmp_path: Path, tried: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    family, stored, make = OTHERS[published]
+    if not zoo.has(family):
+        pytest.skip("not in this release of transformers")
+    tried(family, "tables", stored=stored)
+    tried(family, "transformers", "prefill", stored=stored)
+    packed, plain = make(tmp_path)
     assert_same_tables(packed, plain)
-    assert set(map(tuple, MoEModel.open(packed).formats().values())) == {("int packed",)}
-
-
-def test_gpt_oss_layout(tmp_path: Path) -> None:
-    """One packed tensor for a layer, transposed in memory, gate and up rows in turns."""
-    model = zoo.build("gpt_oss", num_hidden_layers=1, num_local_experts=4)
-    model.save_pretrained(tmp_path / "original")
-    tensors = load_file(tmp_path / "original" / "model.safetensors")
-    config = json.loads((tmp_path / "original" / "config.json").read_text())
-    packed, plain = dict(tensors), dict(tensors)
-    for key in [k for k, t in tensors.items() if t.dim() == 3]:
-        experts, k, n = tensors[key].shape
-        parts = [mxfp4(Dice(e), n, k) for e in range(experts)]
-        del packed[key]
-        packed[f"{key}_blocks"] = torch.stack([p["weight_packed"] for p, _ in parts]).unflatten(-1, (-1, 16))
-        packed[f"{key}_scales"] = torch.stack([p["weight_scale"] for p, _ in parts])
-        plain[key] = torch.stack([torch.from_numpy(m).float().T for _, m in parts])
-    method = {"quantization_config": {"quant_method": "mxfp4"}}
-    assert_same_tables(write(tmp_path / "a", packed, config | method), write(tmp_path / "b", plain, config))
-
-
-def test_fused_fp8_under_a_multimodal_prefix(tmp_path: Path) -> None:
-    """Qwen3.5's fused names with the factors behind them."""
-    model = zoo.build("qwen3_5_moe", num_experts=4, num_hidden_layers=2)
-    config = {**model.config.to_dict(), "architectures": [type(model).__name__]}
-    tensors = {k.replace("model.", "model.language_model.", 1): v for k, v in model.state_dict().items()}
-    packed, plain = dict(tensors), dict(tensors)
-    for key in [k for k, t in tensors.items() if t.dim() == 3 and ".experts." in k]:
-        parts = [encode("fp8 block", *tensors[key].shape[1:], seed=e) for e in range(4)]
-        packed[key] = torch.stack([p["weight"] for p, _ in parts])
-        packed[f"{key}_scale_inv"] = torch.stack([p["weight_scale_inv"] for p, _ in parts])
-        plain[key] = torch.stack([torch.from_numpy(m).float() for _, m in parts])
-    method = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [16, 16]}}
-    assert_same_tables(write(tmp_path / "a", packed, config | method), write(tmp_path / "b", plain, config))
+    assert_runs_as_in_float64(packed, plain, monkeypatch)
 
 
 def test_llama4_is_refused_with_its_reason(tmp_path: Path) -> None:

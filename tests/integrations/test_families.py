@@ -16,6 +16,8 @@ from ace_moe.plan.fingerprint import Fingerprint, Routers
 from ace_moe.policies import make
 from ace_moe.runtime import Runtime
 
+OUTSIDE = "its experts are outside transformers' registry"
+
 
 def policy_for(plan):
     """ACE where both tables exist, else the gate share."""
@@ -52,11 +54,13 @@ def test_zoo_is_complete():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("name", zoo.families())
-def test_threshold_zero_is_the_stock_model(name, dtype):
+def test_threshold_zero_is_the_stock_model(name, dtype, tried):
+    tried(name, "transformers", "prefill")
     model = zoo.build(name, dtype)
     model.set_experts_implementation("grouped_mm")
     stock = zoo.run(model)
     plan = build_plan(model)
+    tried(name, "tables", why=" ".join(plan.undefined.values()), part=True)
     ace = ACE(plan, policy=policy_for(plan))
     with ace(model):
         attached = zoo.run(model)
@@ -66,7 +70,8 @@ def test_threshold_zero_is_the_stock_model(name, dtype):
 
 
 @pytest.mark.parametrize("name", zoo.families())
-def test_executed_slots_are_the_kept_slots(name, executed):
+def test_executed_slots_are_the_kept_slots(name, executed, tried):
+    tried(name, "transformers", "prefill")
     model = zoo.build(name)
     plan = build_plan(model)
     ace = ACE(plan, policy=policy_for(plan))
@@ -82,8 +87,9 @@ def test_executed_slots_are_the_kept_slots(name, executed):
 
 
 @pytest.mark.parametrize("name", zoo.families())
-def test_skipping_matches_dense_arithmetic(name):
+def test_skipping_matches_dense_arithmetic(name, tried):
     """The output equals running every slot and weighing the skipped ones 0."""
+    tried(name, "transformers", "prefill")
     model = zoo.build(name)
     plan = build_plan(model)
     ace = ACE(plan, policy=policy_for(plan))
@@ -96,8 +102,31 @@ def test_skipping_matches_dense_arithmetic(name):
     torch.testing.assert_close(skipped, dense, atol=2e-5, rtol=2e-5)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", zoo.families())
+def test_generated_tokens_are_skipped_and_counted(name, tried):
+    """What a cache remembers changes no slot: the tokens are those of passes over the whole text, with the same rule."""
+    model = zoo.build(name)
+    if model.get_output_embeddings() is None or not model.can_generate():
+        pytest.skip("it generates nothing")
+    plan, ids = build_plan(model), zoo.inputs(tokens=9)["input_ids"]
+    how = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
+    try:
+        model.generate(ids, **how)
+    except ValueError:
+        pytest.skip("transformers' own generate does not run it")
+    tried(name, "transformers", "decode")
+    with ACE(plan, policy=policy_for(plan))(model) as ace:
+        ace.set_threshold(middle(plan))
+        found = model.generate(ids, **how)
+        slots = sum(layer["top_k"] for layer in plan.fingerprint.structure.values())
+        assert ace.report()["decode"]["routed"] == 3 * len(ids) * slots
+        assert 0 < ace.report()["decode"]["kept"] < 3 * len(ids) * slots or name == "zaya"
+        assert torch.equal(found, model.generate(ids, use_cache=False, **how))
+
+
 @pytest.mark.parametrize("name", [f.name for f in zoo.UNREGISTERED])
-def test_families_outside_the_registry_are_refused_or_covered(name):
+def test_families_outside_the_registry_are_refused_or_covered(name, tried):
     """Step-3.7 is called like the others and, from 5.18 on, leaves sentinels out: a pre-hook covers it. The rest say why not."""
     if not zoo.has(name):
         pytest.skip("not in this release")
@@ -111,11 +140,14 @@ def test_families_outside_the_registry_are_refused_or_covered(name):
         Site(str(i), p, m, m.num_experts, zoo.TOP_K, None, None, None, None, "other") for i, (p, m) in enumerate(found)
     ]
     runtime = Runtime(Plan(tables={}, fingerprint=Fingerprint({}, Routers(""))), make("share"))
+    tried(name, "tables", why=OUTSIDE)
     if name != "step3p7" or version.parse(transformers.__version__) < version.parse("5.18"):
+        tried(name, "transformers", "prefill", "decode", why=OUTSIDE)
         if sites:
             with pytest.raises((IntegrationError, AceError)):
                 Attachment(model, runtime, sites)
         return
+    tried(name, "transformers", "prefill")
     before = zoo.run(model)
     attachment = Attachment(model, runtime, sites)
     assert torch.equal(before, zoo.run(model))

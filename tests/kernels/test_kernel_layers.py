@@ -6,6 +6,7 @@ from kernel_cases import DEVICE
 
 import zoo
 from ace_moe import ACE, build_plan
+from ace_moe.checkpoint import MoEModel
 from ace_moe.errors import IntegrationError
 from ace_moe.integrations.transformers.experts import Kernels, choose_executor, kernels_for
 from ace_moe.kernels.activation import GELU_TANH, RELU_SQUARED, SILU, SWIGLU_OAI, recognise
@@ -101,21 +102,39 @@ def test_a_layer_routes_as_it_decides():
         torch.testing.assert_close(found[1], expected[1], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(("name", "tokens"), [("qwen3_moe", 1), ("gemma4", 5), ("gpt_oss", 5), ("nemotron_h", 5)])
-def test_whole_models_through_the_kernels(name, tokens):
+QUICK = [("qwen3_moe", 1), ("gemma4", 5), ("gpt_oss", 5), ("nemotron_h", 5)]
+EVERY = [(name, tokens) for name in zoo.families() for tokens in (1, 5) if (name, tokens) not in QUICK]
+
+
+@pytest.mark.parametrize(("name", "tokens"), [*QUICK, *(pytest.param(*c, marks=pytest.mark.slow) for c in EVERY)])
+def test_whole_models_through_the_kernels(name, tokens, tried):
     """τ = 0 and a middle τ equal the torch path, with the same counts; by slots for one token, by experts for five."""
+    if DEVICE == "cpu" and (name, tokens) not in QUICK:
+        pytest.skip("minutes in Triton's interpreter")
     model = zoo.build(name, num_hidden_layers=1) if name == "qwen3_moe" else zoo.build(name)
     model, plan = model.to(DEVICE), build_plan(model)
+    refused = kernels_refuse(model)
+    tried(name, "kernels", "decode" if tokens == 1 else "prefill", why=refused)
+    if refused:
+        with pytest.raises(IntegrationError), ACE(plan, policy="share", dispatch="kernels")(model):
+            pass
+        return
     given = {k: v.to(DEVICE) for k, v in zoo.inputs(batch=1, tokens=tokens).items()}
     for tau in (0.0, 0.25):
         outputs, reports = [], []
         for choice in ("torch", "kernels"):
-            with ACE(plan, dispatch=choice)(model) as ace:
+            with ACE(plan, policy="share" if plan.undefined else "ace", dispatch=choice)(model) as ace:
                 ace.set_threshold(tau)
                 outputs.append(zoo.run(model, **given))
                 reports.append(ace.report()["layers"])
         torch.testing.assert_close(outputs[1], outputs[0], rtol=1e-4, atol=1e-4)
         assert reports[0] == reports[1]
+
+
+def kernels_refuse(model):
+    """Why they do not run some layer of the model; nothing if they run them all."""
+    every = [kernels_for(site.experts, torch.device(DEVICE), forced=True) for site in MoEModel.of(model).sites]
+    return next((found for found in every if isinstance(found, str)), "")
 
 
 def test_activations_are_recognised_by_behaviour():

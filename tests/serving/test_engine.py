@@ -14,7 +14,8 @@ import pytest
 from serving_cases import GAP, MAX_TOKENS, Case, prompts, run_engine, start_engine
 
 TOLERANCE = 1e-4
-MODELS = ("demo", "glm4", "qwen2")
+FAMILY = {"demo": "qwen3_moe", "glm4": "glm4_moe", "qwen2": "qwen2_moe"}
+MODELS = tuple(FAMILY)
 
 
 def steps(case: Case) -> list[dict[str, float]]:
@@ -59,24 +60,25 @@ def worst_difference(case: Case, step: dict[str, Any]) -> float:
 @pytest.mark.vllm
 @pytest.mark.smoke
 def test_demo_eager_is_identical_at_zero_and_agrees_with_transformers_at_half(
-    case_of: Callable[[str], Case], tmp_path: Path
+    case_of: Callable[[str], Case], tmp_path: Path, tried: Callable[..., None]
 ) -> None:
-    check_model(case_of("demo"), tmp_path, enforce_eager=True)
+    check_model(case_of("demo"), tmp_path, tried, enforce_eager=True)
 
 
 @pytest.mark.vllm
 @pytest.mark.parametrize("name", MODELS[1:])
-def test_eager(name: str, case_of: Callable[[str], Case], tmp_path: Path) -> None:
-    check_model(case_of(name), tmp_path, enforce_eager=True)
+def test_eager(name: str, case_of: Callable[[str], Case], tmp_path: Path, tried: Callable[..., None]) -> None:
+    check_model(case_of(name), tmp_path, tried, enforce_eager=True)
 
 
 @pytest.mark.vllm
 @pytest.mark.parametrize("name", MODELS)
-def test_compiled(name: str, case_of: Callable[[str], Case], tmp_path: Path) -> None:
-    check_model(case_of(name), tmp_path, enforce_eager=False)
+def test_compiled(name: str, case_of: Callable[[str], Case], tmp_path: Path, tried: Callable[..., None]) -> None:
+    check_model(case_of(name), tmp_path, tried, enforce_eager=False)
 
 
-def check_model(case: Case, folder: Path, **llm: Any) -> None:
+def check_model(case: Case, folder: Path, tried: Callable[..., None], **llm: Any) -> None:
+    tried(FAMILY[case.name], "vLLM", "prefill", "decode")
     stock = run_engine(folder / "stock", case.model, None, [{}], **llm)
     ours = run_engine(folder / "ace", case.model, ace(case), steps(case), **llm)
     assert same_bits(stock["steps"][0], ours["steps"][0])

@@ -12,7 +12,7 @@ import typer
 
 from ..errors import OptionError
 from ..files import replace_whole
-from .common import SKIP, AsJson, Device, app, embedded, note, out, parse_budgets, print_json
+from .common import SKIP, AsJson, Device, app, embedded, here, note, out, parse_budgets, print_json
 from .outputs import check_output
 
 if TYPE_CHECKING:
@@ -31,7 +31,9 @@ UNION = "With --routing skewed: experts that 16 tokens read. Default 49 of 128, 
 def bench(
     model: Annotated[str | None, typer.Argument(help="None with --shape.", metavar="MODEL", callback=embedded)] = None,
     shape: Annotated[str | None, typer.Option(help="Random weights of a known shape: qwen3-30b-a3b …")] = None,
-    plan: Annotated[Path | None, typer.Option("--plan", "-p", help="Tables made before.", metavar="PLAN")] = None,
+    plan: Annotated[
+        Path | None, typer.Option("--plan", "-p", help="Tables made before.", metavar="PLAN", callback=here)
+    ] = None,
     skip: Annotated[str, typer.Option(help="Ratios to time, 0 among them: 0,0.6 or from:to:step.")] = f"0,{SKIP}",
     rows: Annotated[str, typer.Option(help="quick, paper (its five rows) or full (and batches to 64).")] = QUICK,
     prefill: Annotated[str | None, typer.Option(help="Prompts instead of --rows: 1024x1,1024x16 (tokens x batch).")] = None,

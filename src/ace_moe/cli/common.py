@@ -52,6 +52,13 @@ class Commands(typer.core.TyperGroup):
             raise typer.Exit(130) from None
 
 
+def here(plan: Path | None) -> Path | None:
+    """Where a plan option takes a repository's name: its plan, fetched."""
+    from ..sharing import located
+
+    return plan if plan is None else located(plan)
+
+
 app = typer.Typer(
     cls=Commands,
     add_completion=False,
@@ -78,7 +85,9 @@ Model = Annotated[
         help="A checkpoint folder, a hub repository (owner/name), or demo.", metavar="MODEL", callback=embedded
     ),
 ]
-PlanPath = Annotated[Path, typer.Option("--plan", "-p", help="The plan file.", metavar="PLAN")]
+PlanPath = Annotated[
+    Path, typer.Option("--plan", "-p", help="The plan: a file, or owner/name.", metavar="PLAN", callback=here)
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1 … Default: the GPU if there is one.")]
 Dtype = Annotated[str, typer.Option(help="Precision to load in: float32, bfloat16, float16, or the checkpoint's own.")]

@@ -25,6 +25,7 @@ from .common import (
     Model,
     PolicyName,
     app,
+    here,
     note,
     out,
     parse_budgets,
@@ -45,7 +46,8 @@ Window = Annotated[int, typer.Option(help="Tokens in a window.")]
 Batch = Annotated[int, typer.Option(help="Windows at a time.")]
 Budgets = Annotated[str, typer.Option(help="Fractions to skip: 0.5, 0.1,0.3 or from:to:step.")]
 OptionalPlan = Annotated[
-    Path | None, typer.Option("--plan", "-p", help="Tables made before; else they are computed now.", metavar="PLAN")
+    Path | None,
+    typer.Option("--plan", "-p", help="Tables made before, a file or owner/name; else computed now.", callback=here),
 ]
 Out = Annotated[Path, typer.Option("--out", "-o", help="The results file; if it is there, it is continued.")]
 

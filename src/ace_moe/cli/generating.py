@@ -32,6 +32,7 @@ from .common import (
     WorkloadName,
     app,
     err,
+    here,
     note,
     out,
     print_json,
@@ -48,7 +49,10 @@ if TYPE_CHECKING:
 OptionalPlan = Annotated[
     Path | None,
     typer.Option(
-        "--plan", "-p", help="The plan file. Default: made from the checkpoint and kept, on the model's own text."
+        "--plan",
+        "-p",
+        help="The plan: a file, or owner/name. Default: made from the checkpoint and kept, on the model's own text.",
+        callback=here,
     ),
 ]
 NewTokens = Annotated[int, typer.Option(help="Tokens to generate.")]

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from . import show, show_texts
 from .common import AsJson, app, embedded, err, out, print_json
+
+if TYPE_CHECKING:
+    from ..plan import Plan
 
 
 @app.command(epilog="Examples: ace inspect Qwen/Qwen3-30B-A3B, ace inspect plan.safetensors, ace inspect COPY ORIGINAL")
@@ -27,14 +30,18 @@ def inspect(
         pair = compared(plan_of(target), plan_of(other))
         return print_json(pair) if as_json else show.print_pair(out, pair)
     if Path(target).is_file() or target.endswith(".safetensors"):
-        plan = Plan.load(target)
-        texts = show_texts.texts_json(plan)
-        if as_json:
-            return print_json(show.plan_json(plan) | {"workloads": texts})
-        show.print_plan(out, plan)
-        return out.print(show_texts.texts_table(texts)) if texts else None
+        return show_plan(Plan.load(target), as_json)
     moe = MoEModel.open(target)
     return print_json(show.model_json(moe)) if as_json else show.print_model(out, moe)
+
+
+def show_plan(plan: Plan, as_json: bool) -> None:
+    """The plan's tables, thresholds and texts."""
+    texts = show_texts.texts_json(plan)
+    if as_json:
+        return print_json(show.plan_json(plan) | {"workloads": texts})
+    show.print_plan(out, plan)
+    return out.print(show_texts.texts_table(texts)) if texts else None
 
 
 @app.command(epilog="Example: ace policies")

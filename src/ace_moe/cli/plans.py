@@ -104,10 +104,12 @@ def tables(
     layers: Annotated[
         str | None, typer.Option(help="Only MoE layers first:past-the-last, for several machines.")
     ] = None,
+    push: Annotated[str | None, typer.Option(help="Publish the plan on the hub: owner/name.")] = None,
     quiet: Annotated[bool, typer.Option(help="Print nothing but notes.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Compute the tables from the checkpoint alone and write a plan. No data, no GPU needed."""
+    from .. import sharing
     from ..checkpoint import MoEModel
     from ..loading import check_device
     from ..provenance import provenance
@@ -119,6 +121,8 @@ def tables(
     for name in devices:
         check_device(name)
     check_output(output, "plan")
+    if push is not None:
+        sharing.check_push(push)
     start = time.perf_counter()
     in_parts = stream or workers > 1 or layers is not None
     if in_parts:
@@ -132,10 +136,10 @@ def tables(
     if in_parts:
         Parts(output).remove()
     seconds = time.perf_counter() - start
+    pushed = None if push is None else sharing.push(plan, push, None if Path(model).exists() else model)
     if as_json:
-        return print_json(
-            {"plan": str(output), "layers": len(plan.tables), "undefined": plan.undefined, "seconds": seconds}
-        )
+        facts = {"plan": str(output), "layers": len(plan.tables), "undefined": plan.undefined, "seconds": seconds}
+        return print_json(facts | ({"pushed": pushed} if pushed else {}))
     for reason in plan.undefined.values():
         note(reason)
     if quiet:
@@ -145,6 +149,8 @@ def tables(
         out,
         f"{output}: {len(plan.tables)} layers in {seconds:.1f} s. Next: ace budget {model} --plan {output}",
     )
+    if pushed:
+        show.print_line(out, f"pushed: {pushed}")
 
 
 def _in_parts(job: Job, as_json: bool) -> Plan | None:

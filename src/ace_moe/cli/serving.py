@@ -26,10 +26,12 @@ from .common import (
     Skip,
     WorkloadName,
     app,
+    here,
     note,
     warn_of_loss,
 )
 from .outputs import check_output
+from .show import check_writable
 
 FORWARDED = {"allow_extra_args": True, "ignore_unknown_options": True}
 
@@ -42,7 +44,10 @@ def serve(
     context: typer.Context,
     model: Model,
     plan: Annotated[
-        Path | None, typer.Option(help="The plan file. Default: made from the checkpoint and kept.")
+        Path | None,
+        typer.Option(
+            help="The plan: a file, or owner/name. Default: made from the checkpoint and kept.", callback=here
+        ),
     ] = None,
     skip: Skip = SKIP,
     skip_prefill: Annotated[float | None, typer.Option(help="Another budget for prompts.")] = None,
@@ -168,6 +173,7 @@ def map_missing(model: str, settings: Any, text: Path | None) -> str | None:
     given = None if text is None else _tokens(model, text)
     missing = sorted(b for b in wanted if not _known(plan, policy, b, settings.workload, given))
     if missing and (text is not None or settings.workload is None):
+        check_writable(Path(settings.plan))
         check_content(plan, model, settings.allow_other_weights)
         where = text or "text that the model writes itself"
         note(f"mapping {', '.join(f'{b:.0%}' for b in missing)} on {where}")

@@ -43,7 +43,10 @@ def print_line(console: Console, line: str) -> None:
 
 def check_writable(path: Path) -> None:
     """Fail before the long work starts."""
+    from ..sharing.kept import check_own
+
     path = expand(path)
+    check_own(path)
     folder = path.resolve().parent
     if not folder.is_dir():
         raise OutputError(f"There is no folder {folder} to write {path.name} into. Create it, or choose another place.")

@@ -23,10 +23,12 @@ from .common import (
     MinActive,
     MinMass,
     Model,
+    PlanPath,
     PolicyName,
     Preset,
     WorkloadName,
     app,
+    here,
     out,
     parse_budgets,
     print_json,
@@ -39,7 +41,8 @@ if TYPE_CHECKING:
     from ..evaluate.tasks import Harness
 
 OptionalPlan = Annotated[
-    Path | None, typer.Option("--plan", "-p", help="The plan file; without one nothing is skipped.", metavar="PLAN")
+    Path | None,
+    typer.Option("--plan", "-p", help="A plan file, or owner/name; without one nothing is skipped.", callback=here),
 ]
 Out = Annotated[Path, typer.Option("--out", "-o", help="The results file; if it is there, it is continued.")]
 HARNESSES = ("lm-eval", "evalscope")
@@ -114,7 +117,7 @@ def _ace(plan: Path | None, skip: float, other: bool, options: dict[str, Any]) -
 )
 def evaluate_tasks(
     model: Model,
-    plan: Annotated[Path, typer.Option("--plan", "-p", help="The plan file.", metavar="PLAN")],
+    plan: PlanPath,
     tasks: Annotated[str, typer.Option(help="paper, names such as arc_easy,piqa, or any task of the harness.")],
     skip: Annotated[
         str, typer.Option(help="Budgets; with 0 among them the others are compared with it.")
@@ -134,6 +137,7 @@ def evaluate_tasks(
     workload: WorkloadName = None,
     batch: Annotated[int, typer.Option(help="Questions at a time.")] = 1,
     device: Device = None,
+    expand: Expand = False,
     as_json: AsJson = False,
 ) -> None:
     """Accuracy on tasks, zero-shot and greedy, with intervals and paired differences to the unskipped model."""
@@ -148,17 +152,20 @@ def evaluate_tasks(
     check_device(device)
     known = {name: of.TASKS[name] for name in names if name in of.TASKS}
     check_harness(harness)
+    if expand and harness != "lm-eval":
+        raise OptionError("EvalScope loads checkpoints itself. With --expand use --harness lm-eval.")
     for name, task in known.items():
         of.check_source(task, harness, local=data is not None)
         if task.runs_code:
             check_allowed(run_code, name)
     rows = {n: of.read_rows(t, path) for n, t in known.items() if (path := of.find_file(t, data)) is not None}
     options = settings(policy, preset, gain, None, None) | ({"workload": workload} if workload else {})
-    made = _harness(harness, model, plan, options, device, batch, max_new_tokens, chat)
+    made = _harness(harness, model, plan, options, device, batch, max_new_tokens, chat, expand)
     settled = made.ace.policy.settings
     identity = {
         "model": Plan.load(plan).fingerprint.routers.exact,
         **{"harness": harness, "limit": limit, "policy": settled, "batch": batch, "cap": max_new_tokens, "chat": chat},
+        **({"expand": True} if expand else {}),
     }
     facts = {
         **of.facts(model, device, {plan.name: file_hash(plan)}),
@@ -180,11 +187,13 @@ def _harness(
     batch: int,
     cap: int | None,
     chat: bool,
+    expand: bool,
 ) -> Harness:
     given: dict[str, Any] = {"plan": str(plan), **options}
     if name == "lm-eval":
         from ..harnesses.lm_eval import AceLM, LmEval
 
+        given |= {"expand": True} if expand else {}
         return LmEval(AceLM(model, batch_size=batch, device=device, **given), chat=chat, cap=cap)
     from ..harnesses.evalscope import AceAPI, EvalScope
 

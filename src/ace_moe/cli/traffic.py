@@ -26,6 +26,7 @@ from .common import (
     Preset,
     WorkloadName,
     app,
+    here,
     note,
     out,
     parse_budgets,
@@ -42,7 +43,9 @@ if TYPE_CHECKING:
     from ..traces.simulate import Simulation
     from ..traces.timing import Cost
 
-Tables = Annotated[Path | None, typer.Option("--plan", "-p", help="The plan file.", metavar="PLAN")]
+Tables = Annotated[
+    Path | None, typer.Option("--plan", "-p", help="The plan: a file, or owner/name.", metavar="PLAN", callback=here)
+]
 
 
 @app.command(epilog="Example: ace trace Qwen/Qwen3-30B-A3B --text sample.txt -o sample.trace")

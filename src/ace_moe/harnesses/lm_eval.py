@@ -14,7 +14,7 @@ from typing import Any
 from ..ace import ACE
 from ..errors import IntegrationError, TaskError
 from ..evaluate.tasks import TASKS, Row, Task, check_source
-from ..loading import default_device
+from ..loading import default_device, load_model, load_tokenizer
 from .base import Harness, data_of
 
 try:
@@ -43,18 +43,26 @@ class AceLM(HFLM):
         skip: float = 0.0,
         skip_prefill: float | None = None,
         skip_decode: float | None = None,
+        expand: bool = False,
         **options: Any,
     ):
         ours = {name: options.pop(name) for name in OURS if name in options}
         phases = {"prefill": skip_prefill, "decode": skip_decode}
         by_phase = {phase: float(value) for phase, value in phases.items() if value is not None}
         self.ace = ACE.load(plan, by_phase or float(skip), **ours)  # a wrong plan is refused before the model is loaded
-        super().__init__(pretrained, **{"device": default_device(), **options})  # lm-eval's own default is a GPU
+        options = {"device": default_device(), **options}  # lm-eval's own default is a GPU
+        super().__init__(**(expanded(pretrained, options) if expand else {"pretrained": pretrained} | options))
         self.ace.attach(self.model)
 
     def get_model_info(self) -> dict[str, Any]:
         """Goes into the results file: what was asked for, and what was not executed."""
         return {**super().get_model_info(), "ace": {"settings": self.ace.policy.settings, **self.ace.report()}}
+
+
+def expanded(pretrained: str, options: dict[str, Any]) -> dict[str, Any]:
+    """The options with the model decoded by us, of formats that transformers does not load."""
+    loaded = load_model(pretrained, options.get("device"), expand=True)
+    return {**options, "pretrained": loaded, "tokenizer": load_tokenizer(pretrained)}
 
 
 # ---- our tasks ----------------------------------------------------------------------------------------------------

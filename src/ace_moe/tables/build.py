@@ -14,6 +14,7 @@ from .. import progress
 from ..checkpoint import MoELayer, MoEModel
 from ..checkpoint.model import check_sizes
 from ..errors import OutputError, PlanError, StructureError
+from ..files import cache_folder
 from ..plan import Plan
 from . import SHAPES, TABLES, tables
 
@@ -71,11 +72,6 @@ def _moe(model: str | Path | PreTrainedModel | MoEModel) -> MoEModel:
 
 
 # ---- a plan when none is given ------------------------------------------------------------------------------------------
-
-
-def cache_folder() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(os.environ.get("ACE_CACHE") or Path(base) / "ace-moe")
 
 
 def automatic_plan_path(model: str | Path) -> tuple[Path, MoEModel]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from functools import wraps
 from typing import Any
 
-from ...plan import Plan
 from ...runtime.settings import check_tables
+from ...sharing import load_plan
 from ...tables import TABLES
 from . import KEY
 from .settings import Settings
@@ -43,7 +43,7 @@ def check(additional: Any) -> None:
     if settings.plan is None:
         return  # it is made by the worker that comes first
     with plain_torch():
-        plan = Plan.load(settings.plan)
+        plan = load_plan(settings.plan)
         policy = settings.chosen(plan)
         check_tables(plan, policy, set(TABLES))
         settings.check_budgets(plan, policy)

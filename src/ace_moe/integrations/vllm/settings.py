@@ -15,6 +15,7 @@ from ...plan import Plan
 from ...policies import AUTO, Policy, TokenPolicy, choose
 from ...runtime.settings import Skip, check_tables, policy_for
 from ...runtime.tracking import Control, look_up
+from ...sharing import load_plan
 from ...tables import TABLES
 from ...tables.build import add_tables, automatic_plan
 from . import KEY
@@ -124,7 +125,7 @@ class Settings:
         """The plan and the policy, checked; same errors and words as in transformers. Tables it lacks are made from the
         checkpoint's weights, where that is known."""
         self.chosen()  # what cannot be served is said before tables are computed
-        plan = Plan.load(self.plan) if self.plan or model is None else automatic_plan(model)  # type: ignore[arg-type]
+        plan = load_plan(self.plan) if self.plan or model is None else automatic_plan(model)  # type: ignore[arg-type]
         policy = self.chosen(plan)
         if model is None:
             check_tables(plan, policy, set())

@@ -1,0 +1,89 @@
+"""Plans shared and kept: `ace plans` lists the cache; get, push, inspect and clear work on one plan."""
+
+from __future__ import annotations
+
+import datetime
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from . import show
+from .common import AsJson, app, here, out, print_json
+from .looking import show_plan
+from .outputs import check_output
+
+plans = typer.Typer(invoke_without_command=True, help="Plans shared on the hub and kept in the cache.")
+app.add_typer(plans, name="plans")
+Name = Annotated[str, typer.Argument(help="The repository: owner/name.", metavar="OWNER/NAME")]
+PlanFile = Annotated[Path, typer.Argument(help="A plan file, or owner/name.", metavar="PLAN", callback=here)]
+BaseModel = Annotated[str | None, typer.Option(help="The model's own repository, for the card: owner/name.")]
+
+
+@plans.callback()
+def kept(context: typer.Context, as_json: AsJson = False) -> None:
+    """List the plans that are kept: fetched from the hub, or made for models that were given none."""
+    from ..sharing.kept import Kept, kept
+
+    if context.invoked_subcommand is not None:
+        return
+    found = kept()
+    if as_json:
+        return print_json([{"name": k.label, "path": str(k.path), "bytes": k.size} for k in found])
+    if not found:
+        return show.print_line(out, "No plan is kept. `ace plans get OWNER/NAME` fetches one.")
+
+    def row(plan: Kept) -> list[str]:
+        changed = datetime.datetime.fromtimestamp(plan.changed).date().isoformat()
+        return [plan.label, "the hub" if plan.commit else "made here", f"{plan.size / 1e6:.1f}", changed]
+
+    out.print(show.table("plans kept", ["plan", "from", "MB", "date"], map(row, found)))
+
+
+@plans.command(epilog="Example: ace plans inspect owner/name")
+def inspect(plan: PlanFile, as_json: AsJson = False) -> None:
+    """What is in a plan; a repository's is fetched and kept."""
+    from ..plan import Plan
+
+    show_plan(Plan.load(plan), as_json)
+
+
+@plans.command(epilog="Example: ace plans get owner/name -o plan.safetensors")
+def get(
+    plan: PlanFile,
+    output: Annotated[Path, typer.Option("--output", "-o", help="Where the copy goes.")] = Path("plan.safetensors"),
+) -> None:
+    """A copy of a plan that you may write thresholds into."""
+    from ..plan import Plan
+
+    check_output(output, "plan", plan)
+    Plan.load(plan).save(output)
+    show.print_line(out, f"{output}: a copy of {plan.name}.")
+
+
+@plans.command(epilog="Example: ace plans push plan.safetensors owner/name --base-model Qwen/Qwen3-30B-A3B")
+def push(
+    plan: PlanFile,
+    name: Name,
+    base_model: BaseModel = None,
+    private: Annotated[bool, typer.Option(help="For you and whom you let in.")] = False,
+) -> None:
+    """Publish a plan on the hub, with a card that says what it is."""
+    from ..plan import Plan
+    from ..sharing import push
+
+    show.print_line(out, f"pushed: {push(Plan.load(plan), name, base_model, private)}")
+
+
+@plans.command(epilog="Example: ace plans clear owner/name")
+def clear(
+    name: Annotated[str | None, typer.Argument(help="As `ace plans` lists it. Default: all.", metavar="PLAN")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Forget plans that are kept; files elsewhere stay."""
+    from ..sharing.kept import clear
+
+    gone = clear(name)
+    if as_json:
+        return print_json([k.label for k in gone])
+    show.print_line(out, f"{len(gone)} plans forgotten: {', '.join(k.label for k in gone) or 'none was kept'}")

@@ -1,0 +1,121 @@
+"""Plans on the hub: a repository with plan.safetensors and a card, fetched into the cache or published."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from huggingface_hub import CommitOperationAdd, HfApi, get_token, hf_hub_download
+from huggingface_hub.constants import is_offline_mode
+from huggingface_hub.errors import (
+    EntryNotFoundError,
+    GatedRepoError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+
+from ..errors import AceError, OptionError, OutputError, PlanError, brief
+from ..files import expand
+from ..plan import Plan
+from .card import card
+from .kept import hub_folder
+
+FILE, CARD = "plan.safetensors", "README.md"
+OURS = {FILE, CARD, ".gitattributes"}
+LARGEST = 1 << 30  # bytes; plans of the largest models have a few MiB
+WORD = r"\w[\w.-]*"
+NAME = re.compile(rf"(?P<name>{WORD}/{WORD})(?:@(?P<revision>[\w./-]+))?")
+LOG_IN = "log in with `hf auth login`"
+
+
+# ---- reading ------------------------------------------------------------------------------------------------------
+
+
+def load_plan(plan: str | Path) -> Plan:
+    """A file, or a repository's plan as `owner/name` or `owner/name@revision`; both go through every check."""
+    return Plan.load(located(plan))
+
+
+def located(plan: str | Path) -> Path:
+    """The file that is meant: one of this machine as it is, else a repository's, fetched."""
+    here, named = expand(plan), NAME.fullmatch(Path(plan).as_posix())
+    if named is None or here.suffix == ".safetensors" or os.path.exists(here):
+        return here
+    return fetch(named["name"], named["revision"])
+
+
+def fetch(name: str, revision: str | None = None) -> Path:
+    """The plan of a repository in the cache. Without a network, the one fetched last."""
+    try:
+        size = hf_hub_download(name, FILE, revision=revision, cache_dir=hub_folder(), dry_run=True).file_size or 0
+        if size > LARGEST:
+            raise PlanError(f"{FILE} of {name} has {size / 1e9:.1f} GB, which no plan has. It was not fetched.")
+        return Path(hf_hub_download(name, FILE, revision=revision, cache_dir=hub_folder()))
+    except AceError:
+        raise
+    except Exception as error:  # the client raises its own classes, the network's and the system's
+        raise PlanError(_no_plan(name, revision, error)) from error
+
+
+def _no_plan(name: str, revision: str | None, error: Exception) -> str:
+    """What is wrong and what to do about it."""
+    if is_offline_mode():
+        why = f"is neither a file nor a plan kept from before, and HF_HUB_OFFLINE is set. Unset it to fetch {name}, or give"
+        return f"{name} {why} the path of a plan."
+    if isinstance(error, GatedRepoError):
+        return f"{name} lets in only whom its owner admits. Ask for access on its page, and {LOG_IN}."
+    if isinstance(error, RevisionNotFoundError):
+        return f"{name} has no revision {revision!r}. Name a branch, a tag or a commit of it, or none."
+    if isinstance(error, RepositoryNotFoundError):
+        where = (
+            f"There is no file {name} here, and no repository of that name on the hub that you may read. Check the name"
+        )
+        return f"{where}, {LOG_IN} for private ones, or make a plan with `ace tables MODEL`."
+    if isinstance(error, EntryNotFoundError) and not isinstance(error, LocalEntryNotFoundError):
+        return f"{name} has no {FILE}: nobody pushed a plan there. If it is a model, `ace tables {name}` makes one."
+    return f"{name} is no file here and could not be fetched from the hub ({brief(error)}). Check the network and try again."
+
+
+# ---- publishing ---------------------------------------------------------------------------------------------------
+
+
+def check_push(name: str) -> None:
+    """Everything that can be known before long work: the name, the login, and that nothing of others is there."""
+    named = NAME.fullmatch(name)
+    if named is None or named["revision"]:
+        raise OptionError(f"{name!r} is no name of a repository. Give owner/name.")
+    if is_offline_mode():
+        raise OutputError(f"HF_HUB_OFFLINE is set, so nothing can be pushed to {name}. Unset it.")
+    if get_token() is None:
+        raise OutputError(f"Pushing to {name} needs an account: {LOG_IN}.")
+    try:
+        files = {f.rfilename for f in HfApi().model_info(name).siblings or []}
+    except RepositoryNotFoundError:
+        return
+    except Exception as error:
+        raise _not_pushed(name, error) from error
+    if other := sorted(files - OURS):
+        raise OutputError(
+            f"{name} holds {other[0]} and is no repository of a plan; its card would be lost. Push to a name of its own."
+        )
+
+
+def push(plan: Plan, name: str, base_model: str | None = None, private: bool = False) -> str:
+    """Publish a plan with a card that says what it is; returns the address of the commit."""
+    check_push(name)
+    files = {FILE: plan.to_bytes(), CARD: card(plan, name, base_model).encode()}
+    try:
+        HfApi().create_repo(name, private=private, exist_ok=True)
+        added = [CommitOperationAdd(path, data) for path, data in files.items()]
+        return str(HfApi().create_commit(name, added, commit_message=f"Plan of {plan.model or 'a model'}").commit_url)
+    except Exception as error:
+        raise _not_pushed(name, error) from error
+
+
+def _not_pushed(name: str, error: Exception) -> OutputError:
+    return OutputError(
+        f"The plan could not be pushed to {name} ({brief(error)}). Check the network, and that your login may write there; "
+        "the plan file is unchanged."
+    )
