@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 # What a newcomer needs first stands first; a command that no panel names comes last.
 PANELS = {
     "See it": ("demo", "run", "chat"),
-    "Use it": ("plan", "tune", "serve", "inspect", "policies"),
+    "Use it": ("plan", "tune", "serve", "inspect", "policies", "plans"),
     "Step by step": ("tables", "budget"),
     "Measure": ("compare", "report", "perplexity", "eval", "lm-eval", "bench"),
     "Study": ("study", "trace", "simulate", "reproduce"),
