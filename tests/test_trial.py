@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from ace_moe.checkpoint import MoEModel
 from ace_moe.checkpoint.model import called
-from ace_moe.cli import show
+from ace_moe.cli import show_results
 from ace_moe.decoding import Decoder
 from ace_moe.demo import MODEL
 from ace_moe.errors import IntegrationError, OptionError, TaskError, TextError
@@ -133,7 +133,7 @@ def test_scores_are_in_one_unit() -> None:
         "interval": [0.4, 0.6],
         "change": change,
     }
-    made = show.tasks_table({"cells": [cell], "settings": "policy ace"})
+    made = show_results.tasks_table({"cells": [cell], "settings": "policy ace"})
     row = [str(column._cells[0]) for column in made.columns]
     assert row[4:] == ["50.00 % (40.0 – 60.0)", "-10.00 points (-15.0 … -5.0)"]
 

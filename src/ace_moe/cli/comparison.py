@@ -12,7 +12,7 @@ import typer
 
 from ..errors import BudgetError
 from ..files import replace_whole
-from . import show
+from . import show, show_results
 from .common import (
     AsJson,
     Device,
@@ -116,7 +116,7 @@ def compare(
     _check_some(results)
     if as_json:
         return print_json({"out": str(output), **results})
-    show.print_compare(out, results, rival)
+    show_results.print_compare(out, results, rival)
     for method, refused in results["refused"].items():
         note(f"{method} at {', '.join(f'{b:.0%}' for b in refused['budgets'])}: {refused['reason']}")
     show.print_line(
@@ -229,7 +229,7 @@ def study_thresholds(
     found = thresholds.study(setup, workloads, output, _facts(subject, model, *text, plan))
     if as_json:
         return print_json({"out": str(output), **{k: found[k] for k in ("workloads", "transfers", "cost")}})
-    show.print_thresholds(out, found)
+    show_results.print_thresholds(out, found)
     show.print_line(out, f"{output}: {len(found['transfers'])} transfers. Next: ace report {output}")
 
 
@@ -261,4 +261,4 @@ def study_tables(
     if output is not None:
         facts = _facts(Subject(loaded, used, windows, batch), model, text, plan)
         replace_whole(output, (json.dumps({**facts, "layers": found}, indent=1) + "\n").encode())
-    return print_json(found) if as_json else out.print(show.correlation_table(found))
+    return print_json(found) if as_json else out.print(show_results.correlation_table(found))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import OptionError
-from . import show
+from . import show, show_results
 from .common import (
     AUTO,
     SKIP,
@@ -99,7 +99,7 @@ def perplexity(
         results = run(loaded, ace, chosen, windows, output, facts, batch)
     if as_json:
         return print_json(results)
-    show.print_perplexity(out, results, protocol, window)
+    show_results.print_perplexity(out, results, protocol, window)
 
 
 def _ace(plan: Path | None, skip: float, other: bool, options: dict[str, Any]) -> ACE | None:
@@ -174,7 +174,7 @@ def evaluate_tasks(
     results = of.evaluate(made, names, skips, rows, limit, output, identity, facts)
     if as_json:
         return print_json(results)
-    out.print(show.tasks_table(results))
+    out.print(show_results.tasks_table(results))
     show.print_line(out, f"{output}: {len(results['cells'])} results. Next: ace report {output}")
 
 

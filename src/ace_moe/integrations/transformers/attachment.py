@@ -11,13 +11,12 @@ import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from functools import cache, partial
+from functools import partial
 from typing import Any
 from weakref import ref
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 
 from ...checkpoint import Site
@@ -26,8 +25,9 @@ from ...errors import IntegrationError
 from ...policies.calibration import router_logits
 from ...runtime import Layer, Runtime, row_of
 from ...runtime.executors import SENTINELS
-from .experts import CHILD, HOST, IMPLEMENTATION, UNRULED, Choice, choose_executor, has_triton
+from .experts import CHILD, IMPLEMENTATION, UNRULED, Choice, choose_executor, has_triton
 from .generation import Told, listen
+from .modules import device_of, leaves_sentinels_out, refuse_adapters, refuse_mean, ruled, stack_of
 from .passes import Pass
 
 MINE, PASS = "_ace_attachment", "_ace_pass"  # on the model, and on each of its stacks
@@ -93,10 +93,10 @@ class Attachment:
                 raise IntegrationError(
                     "This model already has a plan attached. Detach it first: `ace_moe.detach(model)`."
                 )
-            _refuse_adapters(model, site)
+            refuse_adapters(model, site)
             layer = self._add(module, site, self._pass(model, site.path))
             if layer.mean is not None:
-                _refuse_mean(model, module)
+                refuse_mean(model, module)
             if not is_registered(module):
                 self._hook_unregistered(site.path, module, layer)
             if layer.policy.needs_logits:
@@ -262,25 +262,6 @@ class Attachment:
 # ---- parts ----------------------------------------------------------------------------------------------------------
 
 
-@cache
-def ruled(stock: type) -> type:
-    """A router's own class with the rule behind its top-k. Without a layer, as in a copy of the model, it is the stock one."""
-
-    def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        layer = getattr(self, "ace_layer", None)
-        if layer is None:
-            return stock.forward(self, hidden_states, *args, **kwargs)  # type: ignore[attr-defined]
-        if layer.observers:
-            logits, gates, ids = stock.forward(self, hidden_states, *args, **kwargs)  # type: ignore[attr-defined]
-            ids, gates = layer.decide(ids, gates)
-            return logits, gates, ids
-        logits = F.linear(hidden_states.reshape(-1, hidden_states.shape[-1]), self.weight)
-        ids, gates = layer.route(logits, self.ace_kind, logits.dtype)
-        return logits, gates, ids
-
-    return type(f"Ruled{stock.__name__}", (stock,), {"forward": forward, "__module__": __name__})
-
-
 def _begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     one = getattr(module, PASS, None)  # a copy of an attached model has the hooks and no pass
     if one is not None:
@@ -293,75 +274,5 @@ def _end(module: nn.Module, *_: Any) -> None:
         one.end()
 
 
-def stack_of(model: nn.Module, path: str) -> tuple[str, nn.Module]:
-    """(path, module) of what owns the list of layers on the way to an experts module; the model where there is no list."""
-    module, names = model, path.split(".")
-    for number, name in enumerate(names):
-        below = module.get_submodule(name)
-        if isinstance(below, nn.ModuleList):
-            return ".".join(names[:number]), module
-        module = below
-    return "", model
-
-
 def _parameters(module: nn.Module) -> Mapping[str, Any]:
     return inspect.signature(module.forward).parameters
-
-
-def device_of(module: nn.Module) -> torch.device:
-    """Where a module runs: its weights may be parked elsewhere."""
-    if HOST in vars(module):
-        return vars(module)[HOST].device
-    hook = getattr(module, "_hf_hook", None)
-    parked = getattr(hook, "execution_device", None)
-    if parked is None:
-        return next(module.parameters()).device
-    return torch.device(parked if not isinstance(parked, int) else f"cuda:{parked}")
-
-
-def _refuse_mean(model: nn.Module, module: nn.Module) -> None:
-    """What stands in for skipped slots is added once, behind experts that we run."""
-    own = "" if is_registered(module) else f"{type(module).__name__} is outside transformers' experts registry"
-    spread = "every rank of a tensor-parallel model would add it" if (getattr(model, "_tp_size", None) or 1) > 1 else ""
-    if own or spread:
-        raise IntegrationError(
-            f"Nothing can stand in for skipped slots here: {own or spread}. Leave `compensate` out, or name another --policy."
-        )
-
-
-def _refuse_adapters(model: nn.Module, site: Site) -> None:
-    for path in (site.path, site.router_path):
-        module = None if path is None else model.get_submodule(path)
-        adapted = (
-            [] if module is None else [n for n, _ in module.named_parameters() if "lora_" in n or "base_layer" in n]
-        )
-        if adapted:
-            raise IntegrationError(
-                f"{path} has an adapter ({adapted[0]}), which a plan of the plain model knows nothing of. Merge it "
-                "(`merge_and_unload`) and build a plan of the merged model."
-            )
-
-
-@torch.no_grad()
-def leaves_sentinels_out(module: nn.Module) -> bool:
-    """Whether a slot with id `num_experts` changes nothing and is not computed, tried on two tokens."""
-    from torch.utils.flop_counter import FlopCounterMode
-
-    parameter = next(module.parameters())
-    hidden = int(getattr(module, "hidden_size", getattr(module, "hidden_dim", 0)) or parameter.shape[-1])
-    x = torch.linspace(-1, 1, 2 * hidden, device=parameter.device, dtype=parameter.dtype).view(2, hidden)
-    one = torch.zeros(2, 1, dtype=torch.long, device=parameter.device)
-    both = torch.cat([one, torch.full_like(one, int(module.num_experts))], dim=1)  # type: ignore[arg-type]
-    gates = torch.ones(2, 1, device=parameter.device, dtype=parameter.dtype)
-    part = module._modules.pop(CHILD, None)  # its own loop, as it stands
-    try:
-        with FlopCounterMode(display=False) as alone:
-            expected = module(x, one, gates)
-        with FlopCounterMode(display=False) as padded:
-            found = module(x, both, torch.cat([gates, torch.zeros_like(gates)], dim=1))
-    except Exception:  # a loop that was not made for sentinels fails in its own way
-        return False
-    finally:
-        if part is not None:
-            module.add_module(CHILD, part)
-    return torch.equal(expected, found) and alone.get_total_flops() == padded.get_total_flops()

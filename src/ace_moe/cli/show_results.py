@@ -1,0 +1,143 @@
+"""How measured results look in a terminal: comparisons, thresholds, perplexity, tasks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from .show import print_line, table
+
+OFF = 0.005  # a realised ratio this far from the budget is marked
+
+
+def print_compare(console: Console, results: dict[str, Any], rival: str | None = None) -> None:
+    """One table for each gain: methods down, budgets across, the best of a column in bold."""
+    from ..evaluate.compare import against
+
+    for gain in results["grid"]["gains"]:
+        console.print(_compare_table(results, gain))
+    if any(abs(c["realised"] - c["budget"]) > OFF for c in results["cells"]):
+        print_line(console, "* realised more than half a point off the budget: the results file has the ratio")
+    if rival is not None:
+        console.print(_rival_table(against(results, rival), rival))
+
+
+def _compare_table(results: dict[str, Any], gain: str) -> Table:
+    """KL and perplexity of each method, the nearest to the unskipped model first."""
+    from ..evaluate.compare import kl_of
+
+    cells = {(c["method"], c["budget"]): c for c in results["cells"] if c["gain"] == gain}
+    budgets, dense = results["grid"]["budgets"], results["dense"]["perplexity"]
+    usable = [c for c in cells.values() if c["method"] not in results["references"]]
+    best = {b: min((kl_of(c) for c in usable if c["budget"] == b), default=0.0) for b in budgets}
+    title = f"KL to the unskipped model, perplexity ({dense:.2f} unskipped); gain {gain}"
+    made = table(title, ["method", *(f"{100 * b:.3g}%" for b in budgets)], [])
+    for method in sorted(results["grid"]["methods"], key=lambda m: _place(cells, m, budgets)):
+        row = [_compare_cell(cells.get((method, b)), best[b]) for b in budgets]
+        if any(row):
+            made.add_row(escape(method), *row)
+    return made
+
+
+def _place(cells: dict[tuple[str, float], dict[str, Any]], method: str, budgets: Sequence[float]) -> float:
+    """By the budget next to 50 % that the method has."""
+    from ..evaluate.compare import kl_of
+
+    has = [cells[method, b] for b in sorted(budgets, key=lambda b: abs(b - 0.5)) if (method, b) in cells]
+    return kl_of(has[0]) if has else math.inf
+
+
+def _compare_cell(cell: dict[str, Any] | None, best: float) -> str:
+    from ..evaluate.compare import kl_of
+
+    if cell is None:
+        return ""
+    kl = f"{cell['kl']['value']:.4f} " if "kl" in cell else ""
+    text = f"{kl}{cell['perplexity']:.2f}{'*' if abs(cell['realised'] - cell['budget']) > OFF else ''}"
+    return f"[bold]{text}[/]" if kl_of(cell) == best else text
+
+
+def _rival_table(rows: Sequence[dict[str, Any]], rival: str) -> Table:
+    lines = [
+        [r["method"], r["gain"], f"{100 * r['budget']:.3g}%", _change(r.get("kl")), _change(r), f"{r['p']:.3f}"]
+        for r in rows
+    ]
+    columns = ["method", "gain", "budget", "KL (95 % interval)", "perplexity (95 % interval)", "p"]
+    return table(f"change of KL and perplexity against {rival}", columns, lines)
+
+
+def _change(found: dict[str, Any] | None) -> str:
+    """A relative change with its interval, where there are windows enough for one."""
+    if found is None:
+        return "–"
+    bounds = "" if found["low"] is None else f" ({found['low']:+.2%} … {found['high']:+.2%})"
+    return f"{found['value']:+.2%}{bounds}"
+
+
+def _stem(name: str) -> str:
+    return Path(name).stem
+
+
+def print_thresholds(console: Console, results: dict[str, Any]) -> None:
+    budgets = results["budgets"]
+    columns = [f"{b:.0%}" for b in budgets]
+    own = {(r["workload"], r["budget"]): r for r in results["workloads"]}
+    names = list(dict.fromkeys(r["workload"] for r in results["workloads"]))
+    rows = [[_stem(n), *(f"{own[n, b]['threshold']:.6f}" if (n, b) in own else "" for b in budgets)] for n in names]
+    console.print(table("threshold by workload", ["workload", *columns], rows))
+    carried = {(r["from"], r["to"], r["budget"]): r["realised"] for r in results["transfers"]}
+    pairs = list(dict.fromkeys((a, b) for a, b, _ in carried))
+    rows = [
+        [f"{_stem(a)} → {_stem(b)}", *(f"{carried[a, b, x]:.2%}" if (a, b, x) in carried else "" for x in budgets)]
+        for a, b in pairs
+    ]
+    console.print(table("realised when carried to another workload", ["from → to", *columns], rows))
+    rows = [[r["way"], str(r["passes"]), f"{r['seconds']:.1f}", f"{100 * r['worst']:.2f}"] for r in results["cost"]]
+    console.print(table("cost of mapping all budgets", ["way", "passes", "seconds", "worst miss, points"], rows))
+
+
+def correlation_table(found: dict[str, dict[str, dict[str, float]]]) -> Table:
+    kinds = {"pearson": "pearson", "spearman": "spearman", "expert_pearson": "by expert", "expert_spearman": "spearman"}
+    rows = [
+        [key, name, *(f"{values[kind]:.2f}" for kind in kinds)]
+        for key, layer in found.items()
+        for name, values in layer.items()
+    ]
+    return table("tables against the norm of expert outputs", ["layer", "table", *kinds.values()], rows)
+
+
+def print_perplexity(console: Console, results: dict[str, Any], protocol: str, window: int) -> None:
+    from ..statistics import Interval, said
+
+    bounds = said(Interval(results["perplexity"], *results["interval"]))
+    print_line(
+        console,
+        f"perplexity {results['perplexity']:.4f} ({bounds}); protocol {protocol}, "
+        f"{results['windows']} windows of {window:,} tokens, {results['targets']:,} counted",
+    )
+    if results["ace"] is not None:
+        print_line(console, f"requested {results['setup']['skip']:.1%}, realised {results['ace']['realised']:.2%}")
+
+
+def _points(value: float, digits: int = 1) -> str:
+    return f"{100 * value:+.{digits}f}"
+
+
+def tasks_table(results: dict[str, Any]) -> Table:
+    rows = []
+    for c in results["cells"]:
+        change = c["change"]
+        against = (
+            f"{_points(change['value'], 2)} points ({_points(change['low'])} … {_points(change['high'])})"
+            if change
+            else ""
+        )
+        value = f"{100 * c['value']:.2f} % ({' – '.join(f'{100 * bound:.1f}' for bound in c['interval'])})"
+        rows.append([c["task"], c["metric"], f"{c['skip']:.0%}", f"{c['realised']:.2%}", value, against])
+    columns = ["task", "metric", "budget", "realised", "score", "against unskipped"]
+    return table(f"tasks: {results['settings']}", columns, rows)

@@ -1,0 +1,104 @@
+"""What is asked of a model's own modules before a plan touches them, and a router that the rule stands behind."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ...checkpoint import Site
+from ...checkpoint.structure import is_registered
+from ...errors import IntegrationError
+from .experts import CHILD, HOST
+
+
+@cache
+def ruled(stock: type) -> type:
+    """A router's own class with the rule behind its top-k. Without a layer, as in a copy of the model, it is the stock one."""
+
+    def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        layer = getattr(self, "ace_layer", None)
+        if layer is None:
+            return stock.forward(self, hidden_states, *args, **kwargs)  # type: ignore[attr-defined]
+        if layer.observers:
+            logits, gates, ids = stock.forward(self, hidden_states, *args, **kwargs)  # type: ignore[attr-defined]
+            ids, gates = layer.decide(ids, gates)
+            return logits, gates, ids
+        logits = F.linear(hidden_states.reshape(-1, hidden_states.shape[-1]), self.weight)
+        ids, gates = layer.route(logits, self.ace_kind, logits.dtype)
+        return logits, gates, ids
+
+    return type(f"Ruled{stock.__name__}", (stock,), {"forward": forward, "__module__": __name__})
+
+
+def stack_of(model: nn.Module, path: str) -> tuple[str, nn.Module]:
+    """(path, module) of what owns the list of layers on the way to an experts module; the model where there is no list."""
+    module, names = model, path.split(".")
+    for number, name in enumerate(names):
+        below = module.get_submodule(name)
+        if isinstance(below, nn.ModuleList):
+            return ".".join(names[:number]), module
+        module = below
+    return "", model
+
+
+def device_of(module: nn.Module) -> torch.device:
+    """Where a module runs: its weights may be parked elsewhere."""
+    if HOST in vars(module):
+        return vars(module)[HOST].device
+    hook = getattr(module, "_hf_hook", None)
+    parked = getattr(hook, "execution_device", None)
+    if parked is None:
+        return next(module.parameters()).device
+    return torch.device(parked if not isinstance(parked, int) else f"cuda:{parked}")
+
+
+def refuse_mean(model: nn.Module, module: nn.Module) -> None:
+    """What stands in for skipped slots is added once, behind experts that we run."""
+    own = "" if is_registered(module) else f"{type(module).__name__} is outside transformers' experts registry"
+    spread = "every rank of a tensor-parallel model would add it" if (getattr(model, "_tp_size", None) or 1) > 1 else ""
+    if own or spread:
+        raise IntegrationError(
+            f"Nothing can stand in for skipped slots here: {own or spread}. Leave `compensate` out, or name another --policy."
+        )
+
+
+def refuse_adapters(model: nn.Module, site: Site) -> None:
+    for path in (site.path, site.router_path):
+        module = None if path is None else model.get_submodule(path)
+        adapted = (
+            [] if module is None else [n for n, _ in module.named_parameters() if "lora_" in n or "base_layer" in n]
+        )
+        if adapted:
+            raise IntegrationError(
+                f"{path} has an adapter ({adapted[0]}), which a plan of the plain model knows nothing of. Merge it "
+                "(`merge_and_unload`) and build a plan of the merged model."
+            )
+
+
+@torch.no_grad()
+def leaves_sentinels_out(module: nn.Module) -> bool:
+    """Whether a slot with id `num_experts` changes nothing and is not computed, tried on two tokens."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    parameter = next(module.parameters())
+    hidden = int(getattr(module, "hidden_size", getattr(module, "hidden_dim", 0)) or parameter.shape[-1])
+    x = torch.linspace(-1, 1, 2 * hidden, device=parameter.device, dtype=parameter.dtype).view(2, hidden)
+    one = torch.zeros(2, 1, dtype=torch.long, device=parameter.device)
+    both = torch.cat([one, torch.full_like(one, int(module.num_experts))], dim=1)  # type: ignore[arg-type]
+    gates = torch.ones(2, 1, device=parameter.device, dtype=parameter.dtype)
+    part = module._modules.pop(CHILD, None)  # its own loop, as it stands
+    try:
+        with FlopCounterMode(display=False) as alone:
+            expected = module(x, one, gates)
+        with FlopCounterMode(display=False) as padded:
+            found = module(x, both, torch.cat([gates, torch.zeros_like(gates)], dim=1))
+    except Exception:  # a loop that was not made for sentinels fails in its own way
+        return False
+    finally:
+        if part is not None:
+            module.add_module(CHILD, part)
+    return torch.equal(expected, found) and alone.get_total_flops() == padded.get_total_flops()
