@@ -10,7 +10,7 @@ export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
 .PRECIOUS: $(VENV)-%/.ready
-.PHONY: audit demo docs test lint test-core test-all test-vllm test-vllm-smoke setup clean wheel
+.PHONY: audit demo docs test lint test-core test-long test-all test-vllm test-vllm-smoke setup clean wheel
 
 demo: setup
 	$(BIN)/ace demo
@@ -23,10 +23,14 @@ lint: setup
 	$(BIN)/mypy
 
 test-core: setup
-	$(BIN)/pytest -n 2 -m "not slow"
+	$(BIN)/pytest -n 2 -m "not slow and not long"
+
+# What takes seconds each: compilers, browsers, killed and resumed commands, searches.
+test-long: setup
+	$(BIN)/pytest -n 2 -m "long and not slow"
 
 # The core suite under the oldest and the newest supported transformers, everything slow, and vLLM on the CPU.
-test-all: test test-5.17 test-5.22 test-vllm
+test-all: test test-long test-5.17 test-5.22 test-vllm
 	$(BIN)/pytest -m slow
 
 # vLLM on the CPU, in an environment of its own (3.4 GB). All of it takes about 20 minutes on two cores, the smoke about 2.

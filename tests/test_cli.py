@@ -63,6 +63,7 @@ def test_tables_json(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["plan.safetensors"]
 
 
+@pytest.mark.long
 def test_budget_json_realises_what_was_asked(own_plan: Path) -> None:
     """Corrected thresholds land within half a point, rise with the budget, and are in the file as printed."""
     made = run_ace("budget", MODEL, "-p", own_plan, "--text", TEXT, *PASS, "--budgets", "0.2:0.6:0.2", "--json").json
@@ -130,6 +131,7 @@ def test_interpolated_budget_is_noted_beside_the_json(plan: Path) -> None:
     assert re.search(r"note: τ for 40\.0% is between measured budgets; expect 40\.0% within 0\.\d\d points", ran.err)
 
 
+@pytest.mark.long
 def test_two_texts_of_one_name(own_plan: Path, tmp_path: Path) -> None:
     """Mapped each and mixed, told apart, both exact; the first stays the default until another is made it."""
     texts = [tmp_path / name / "sample.txt" for name in ("a", "b")]
@@ -222,6 +224,7 @@ def test_names_with_brackets_are_printed_as_they_are(plan: Path, tmp_path: Path)
 # ---- one command, and text that can be seen ---------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_plan_is_tables_and_budget(plan: Path, tmp_path: Path) -> None:
     """One command leaves what the two leave, and has nothing to do where all is there."""
     path = tmp_path / "plan.safetensors"
@@ -235,6 +238,7 @@ def test_plan_is_tables_and_budget(plan: Path, tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.long
 def test_run_beside(plan: Path) -> None:
     """The unskipped text is the stock model's; at budget 0 both are the same, at 50 % they differ and are marked."""
     options = ("--prompt", prompt(40), "--max-new-tokens", 24, "--beside")
@@ -249,6 +253,7 @@ def test_run_beside(plan: Path) -> None:
     assert "Both texts are the same." in run_ace("run", MODEL, "-p", plan, *options, "--skip", 0).out
 
 
+@pytest.mark.long
 def test_run_makes_its_own_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a plan: tables and thresholds on text the model writes itself, kept for the next time."""
     monkeypatch.setattr(own_text, "own_windows", partial(own_text.own_windows, samples=2, length=64))
@@ -400,6 +405,7 @@ def test_a_policy_that_is_nearly_right(plan: Path) -> None:
     assert run_ace("policies", "--json").json["ace"]["needs"] == ["gsp", "rcr"]
 
 
+@pytest.mark.long
 def test_progress_goes_to_stderr(tmp_path: Path) -> None:
     """As a process, with bars forced on: stdout is JSON alone, the bar is on stderr."""
     ran = start_ace("tables", MODEL, "-o", tmp_path / "plan.safetensors", "--json", env={"FORCE_COLOR": "1"})

@@ -194,6 +194,7 @@ def test_hybrids_compile_by_build(hybrid):
     assert counters["stats"]["unique_graphs"] == len(builds) + angles + 1, "the layers', the angles', the last norm's"
 
 
+@pytest.mark.long
 def test_layers_share_one_compilation(model):
     """Six layers with tables and counters of their own, one graph, the same logits and counts as uncompiled."""
     ace, token = ACE(build_plan(model)), torch.tensor([[7], [9]])

@@ -114,6 +114,7 @@ def blocks(page: str) -> list[str]:
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/tutorial.md"])
+@pytest.mark.long
 def test_code_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert run_ace("plan", MODEL, "--text", TEXT, "--budgets", "0.3", "--tokens", 1024, "--window", 256).code == 0
@@ -124,6 +125,7 @@ def test_code_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert scope["ace"].report()["prefill"]["routed"] > 0
 
 
+@pytest.mark.long
 def test_notebook_runs(capsys: pytest.CaptureFixture[str]) -> None:
     """Its cells are plain Python, without outputs: what they print is made where they run."""
     book = json.loads((ROOT / "docs" / "tour.ipynb").read_text(encoding="utf-8"))

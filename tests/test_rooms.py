@@ -150,6 +150,7 @@ def launches() -> dict[str, set[str]]:
     return found
 
 
+@pytest.mark.long
 def test_one_place_launches_the_rule() -> None:
     found = launches()
     assert found["decide"] == found["route"] == found["restore"] == {"kernels.decide"}

@@ -53,6 +53,7 @@ def test_model_that_is_a_file(single: Path, plan: Path, refuse: Refuse) -> None:
     refuse("tables", single / "model.safetensors", "-o", plan, says=("not a checkpoint folder", "Give a folder"))
 
 
+@pytest.mark.long
 def test_hub_name_that_cannot_be_fetched(plan: Path, tmp_path: Path) -> None:
     """As a process: the hub is off, as it is on a machine without network."""
     ran = start_ace("tables", "nobody/nothing-moe", "-o", plan, env={"HF_HOME": str(tmp_path / "hub")})

@@ -71,6 +71,7 @@ def test_full_disk(
     refuse("tables", single, "-o", plan.with_name("new.safetensors"), says=says)
 
 
+@pytest.mark.long
 def test_file_that_may_not_grow(single: Path, plan: Path, tmp_path: Path) -> None:
     """As a process with a real limit of 512 bytes a file: the write itself fails half way."""
     before = snapshot(tmp_path)

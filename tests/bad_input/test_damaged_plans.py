@@ -66,6 +66,7 @@ def test_flipped_header_bytes(scratch: tuple[Path, bytes], seed: st.DataObject) 
 @pytest.mark.filterwarnings("ignore:no threshold was mapped")
 @given(seed=st.data())
 @settings(max_examples=300, suppress_health_check=[HealthCheck.too_slow])
+@pytest.mark.long
 def test_edited_metadata(scratch: tuple[Path, bytes], seed: st.DataObject) -> None:
     """Any value anywhere in the metadata: refused when the plan is loaded, or harmless in everything that reads it."""
     path, data = scratch

@@ -41,6 +41,7 @@ def model(monkeypatch):
     return shapes.build("tiny", "cpu")
 
 
+@pytest.mark.long
 def test_rows_of_a_run(model):
     rows = []
     bench = Bench(model, [0.0, 0.5], rows.append)

@@ -97,6 +97,7 @@ def test_gains_that_are_none(text: str) -> None:
         parse_gains(text)
 
 
+@pytest.mark.long
 def test_the_command_compares_the_first_rivals(tmp_path: Path) -> None:
     path = tmp_path / "results.json"
     small = ("--text", TEXT, "--tokens", 128, "--window", 64)
@@ -112,6 +113,7 @@ def test_the_command_compares_the_first_rivals(tmp_path: Path) -> None:
 # ---- what a cell holds --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_cells_hold_what_was_measured(subject: Subject, tmp_path: Path) -> None:
     """Budgets met, intervals around their value, statistics that follow from the stored losses, ratios by expert once."""
     path = tmp_path / "results.json"
@@ -130,6 +132,7 @@ def test_cells_hold_what_was_measured(subject: Subject, tmp_path: Path) -> None:
     assert set(results["tables"]["0"]) == {"gsp", "rcr"} == set(results["oracle"]["0"])
 
 
+@pytest.mark.long
 def test_nothing_is_measured_twice(subject: Subject, tmp_path: Path) -> None:
     """The same grid again touches nothing; a larger one adds its cells and keeps the others as they are."""
     path = tmp_path / "results.json"
@@ -181,6 +184,7 @@ def test_settings_a_method_cannot_have_refuse_it_alone(subject: Subject, tmp_pat
     assert "no safeguards" in results["refused"]["modes:ace-paper"]["reason"]
 
 
+@pytest.mark.long
 def test_paired_rivals(subject: Subject, tmp_path: Path) -> None:
     """Against a rival at the same budget and gain; the rival itself is left out."""
     results = compare(subject, grid("share,random", (0.5,), "power"), tmp_path / "results.json", FACTS)
@@ -211,6 +215,7 @@ def changed_experts(model: PreTrainedModel) -> PreTrainedModel:
     return other
 
 
+@pytest.mark.long
 def test_results_of_two_measurements_cannot_mix(subject: Subject, tmp_path: Path) -> None:
     """Another model's experts, text, window, precision, batch, safeguards: each refused by its name."""
     path, one = tmp_path / "results.json", grid("share", (0.5,), "power")
@@ -308,6 +313,7 @@ def kill_after(count: int, arguments: list[str], path: Path) -> list[dict[str, A
     return cells_of(path)
 
 
+@pytest.mark.long
 def test_killed_twice_and_finished(tmp_path: Path) -> None:
     """A real process, killed while it measures: finished cells stay to the byte, the rest comes, none twice."""
     path = tmp_path / "results.json"
@@ -330,6 +336,7 @@ def test_killed_twice_and_finished(tmp_path: Path) -> None:
 # ---- the command --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_compare_prints_tables(tmp_path: Path) -> None:
     """One table a gain, methods down and budgets across, and paired differences if a rival is named."""
     path = tmp_path / "results.json"
@@ -359,6 +366,7 @@ def test_compare_refuses_before_it_loads(tmp_path: Path) -> None:
         assert "no-such-model" not in ran.err
 
 
+@pytest.mark.long
 def test_calibrated_methods_use_text_that_is_not_measured(tmp_path: Path) -> None:
     """By default what follows the measured tokens; a text that ends there gives a note."""
     words = TEXT.read_text(encoding="utf-8")

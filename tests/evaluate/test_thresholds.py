@@ -44,6 +44,7 @@ def setup(model: PreTrainedModel, plan: Plan, windows: Windows, **options: Any) 
     return Study(Subject(model, plan, windows), make("share"), budgets, points=10, **options)
 
 
+@pytest.mark.long
 def test_thresholds_transfers_and_cost(
     demo_model: PreTrainedModel, demo_plan: Plan, workloads: list[Windows], tmp_path: Path
 ) -> None:
@@ -70,6 +71,7 @@ def test_thresholds_transfers_and_cost(
     assert all(r["seconds"] > 0 for r in found["cost"])
 
 
+@pytest.mark.long
 def test_a_study_goes_on(
     demo_model: PreTrainedModel, demo_plan: Plan, workloads: list[Windows], tmp_path: Path
 ) -> None:
@@ -95,6 +97,7 @@ def test_bad_studies(demo_model: PreTrainedModel, demo_plan: Plan, workloads: li
         study(searched, workloads, path, {})
 
 
+@pytest.mark.long
 def test_the_commands(texts: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`ace study thresholds` prints three tables, `ace study tables` one."""
     monkeypatch.setattr(thresholds, "STEEPNESS", 0.1)  # an even grid: the walk is over after few passes

@@ -8,6 +8,8 @@ from transformers import StaticCache
 import zoo
 from ace_moe import ACE, build_plan
 
+pytestmark = pytest.mark.long
+
 TARGETS = ["qwen3_moe", "qwen3_5_moe", "gemma4"]
 TWO_LAYERS = {"qwen3_5_moe": ["linear_attention", "full_attention"], "gemma4": ["sliding_attention", "full_attention"]}
 PROMPT, STEPS = 6, 3

@@ -23,6 +23,7 @@ def placed(resident: float, family: str = "qwen3_moe"):
 
 
 @pytest.mark.parametrize("resident", [0.0, 0.5])
+@pytest.mark.long
 def test_the_same_answers_from_host_memory(resident):
     stock = zoo.build("qwen3_moe").to(DEVICE)
     given = {name: t.to(DEVICE) for name, t in zoo.inputs(1, 7).items()}
@@ -32,10 +33,11 @@ def test_the_same_answers_from_host_memory(resident):
         torch.testing.assert_close(model(**given).logits, stock(**given).logits, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.long
 def test_busy_experts_move_in():
     """Counts of a text choose the copies, in the tensors a recorded graph reads; answers stay."""
     model, ace = placed(0.25)
-    given = {name: t.to(DEVICE) for name, t in zoo.inputs(1, 12).items()}
+    given = {name: t.to(DEVICE) for name, t in zoo.inputs(1, 6).items()}
     first = hosted(model)[0]
     near, used = vars(first)[HOST].near, torch.zeros(first.num_experts)
     used[[1, 3]] = 5

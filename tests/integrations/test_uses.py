@@ -11,6 +11,7 @@ from ace_moe.plan import Plan
 
 
 @pytest.mark.parametrize("use", [pytest.param(u, id=u.name, marks=[pytest.mark.slow] * u.slow) for u in USES])
+@pytest.mark.long
 def test_use(use: Use, demo_plan: Plan) -> None:
     assert tried(use, demo_plan) == use.result
 

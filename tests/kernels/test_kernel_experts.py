@@ -61,6 +61,7 @@ def dense(x, ids, gates, weights):
     ],
     ids=["silu", "gelu", "relu2", "transposed", "gpt-oss"],
 )  # fmt: skip
+@pytest.mark.long
 def test_experts_on_odd_shapes(tokens, case):
     """Widths that fill no tile, experts with all tokens or none, tokens with all slots, one or none."""
     d, m = (20, 12) if tokens == 1 else (40, 24)  # a program is a slot's two columns there, and each takes its time
@@ -156,6 +157,7 @@ def fp8_weights(e, d, m, block):
 
 
 @pytest.mark.parametrize(("tokens", "d", "m"), [(1, 160, 64), (3, 128, 64), (12, 160, 128), (60, 320, 64)])
+@pytest.mark.long
 def test_fp8_weights_are_read_as_they_are(tokens, d, m, tried):
     """Block factors, also where the last block of columns is a part."""
     tried("qwen3_moe", "kernels", "decode" if tokens < 5 else "prefill", stored="fp8 block")

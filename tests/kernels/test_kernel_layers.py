@@ -107,6 +107,7 @@ EVERY = [(name, tokens) for name in zoo.families() for tokens in (1, 5) if (name
 
 
 @pytest.mark.parametrize(("name", "tokens"), [*QUICK, *(pytest.param(*c, marks=pytest.mark.slow) for c in EVERY)])
+@pytest.mark.long
 def test_whole_models_through_the_kernels(name, tokens, tried):
     """τ = 0 and a middle τ equal the torch path, with the same counts; by slots for one token, by experts for five."""
     if DEVICE == "cpu" and (name, tokens) not in QUICK:

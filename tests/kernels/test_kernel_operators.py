@@ -54,6 +54,7 @@ def test_a_compiled_step_decides_and_counts_the_same(given, operator):
         assert torch.equal(given["counts"], calls * once)
 
 
+@pytest.mark.long
 def test_a_layer_compiles_as_a_whole(given):
     """Rule and experts; the number of tokens may change."""
     g = torch.Generator().manual_seed(1)

@@ -16,6 +16,7 @@ def windows(demo_windows):
     return windows_of(demo_windows.ids[:2, :128], "short")
 
 
+@pytest.mark.long
 def test_the_bound_on_kl_is_kept_and_used(demo_model, demo_plan, windows):
     policy, bound = make("share"), 0.1
     found, plan = most_within(demo_model, demo_plan, policy, windows, bound)

@@ -85,6 +85,7 @@ def test_what_is_mapped_is_not_mapped_again(
         assert counted, "another text, or asked to"
 
 
+@pytest.mark.long
 def test_a_stopped_run_goes_on(
     demo_model: PreTrainedModel, demo_plan: Plan, demo_windows: Windows, counted: list[float], tmp_path: Path
 ) -> None:
@@ -113,6 +114,7 @@ def test_a_stopped_run_goes_on(
     assert not partial.path.exists()
 
 
+@pytest.mark.long
 def test_another_runs_leftover_is_not_taken(
     demo_model: PreTrainedModel, demo_plan: Plan, demo_windows: Windows, counted: list[float], tmp_path: Path
 ) -> None:
@@ -136,6 +138,7 @@ def test_another_runs_leftover_is_not_taken(
     map_budgets(demo_model, demo_plan, make("share"), demo_windows, [0.3], partial=partial)
 
 
+@pytest.mark.long
 def test_entries_say_what_they_do_to_predictions(
     demo_model: PreTrainedModel, demo_plan: Plan, demo_windows: Windows, tmp_path: Path
 ) -> None:
@@ -172,6 +175,7 @@ def test_a_pass_for_budgets_predicts_nothing(
     assert shapes and all(shape[1] == 1 for shape in shapes)
 
 
+@pytest.mark.long
 def test_the_command_goes_on(tmp_path: Path, counted: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C in `ace budget`, then the same command: what was found is kept."""
     path = tmp_path / "plan.safetensors"

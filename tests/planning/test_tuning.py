@@ -28,6 +28,8 @@ from ace_moe.runtime.settings import policy_for
 from ace_moe.text import windows_of
 from command import run_ace
 
+pytestmark = pytest.mark.long
+
 OPTIONS = ("--tokens", 256, "--window", 64, "--budgets", 0.5, "--device", "cpu", "--json")
 STOPPED = 25
 

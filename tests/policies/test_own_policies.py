@@ -117,6 +117,7 @@ def test_names_that_are_none(name: str, says: str, monkeypatch: pytest.MonkeyPat
         make(name)
 
 
+@pytest.mark.long
 def test_a_file_of_ones_own_through_every_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The documented example, from the folder the user is in: tables, budget, run, compare, report."""
     shutil.copy(EXAMPLE, tmp_path)

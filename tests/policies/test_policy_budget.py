@@ -11,6 +11,8 @@ from ace_moe.planning.recipe import entries, search_budgets
 from ace_moe.policies import POLICIES, make
 from ace_moe.scoring import score
 
+pytestmark = pytest.mark.long
+
 WANTED, CLOSE = 0.3, 0.03
 # A pruned or shared subset is filled up to k experts again; and 256 tokens have most experts among their top ones.
 CANNOT = ("aimer:prune", "diep", "expert_sparsity", "oea", "reap:prune", "sere", "xshare")

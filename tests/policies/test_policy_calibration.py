@@ -20,6 +20,7 @@ CALIBRATED = [name for name in POLICIES if make(name).calibrated]
 
 
 @pytest.mark.parametrize("name", CALIBRATED)
+@pytest.mark.long
 def test_calibration_makes_what_the_policy_needs_and_leaves_the_model_alone(name, demo_model, few_windows):
     before, flags = logits_of(demo_model, few_windows), [p.requires_grad for p in demo_model.parameters()]
     policy = make(name, **QUICK.get(name, {}))

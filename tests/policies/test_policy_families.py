@@ -49,6 +49,7 @@ def test_knob_zero_changes_no_bit(ready):
             assert ace.realised == 0
 
 
+@pytest.mark.long
 def test_every_policy_runs(ready):
     """Finite output that is not the stock one, and a ratio under its bound."""
     model, plan, usable = ready

@@ -90,6 +90,7 @@ def test_oracle_runs_the_experts(fp32, few_windows, ready_plan, seen):
     assert [float(layer["oracle_scale"]) for layer in scale.values()] == pytest.approx([largest] * 6, rel=1e-4)
 
 
+@pytest.mark.long
 def test_alloc_l_sensitivity(fp32, few_windows, monkeypatch):
     """S[l, j]: layer l with j slots, later layers with one, earlier ones untouched; by a model with those gates set to 0."""
     asked = []

@@ -11,7 +11,10 @@ from browser import CHROMIUM, Page
 
 from ace_moe.report.page import write_page
 
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed (apt-get install chromium)")
+pytestmark = [
+    pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed (apt-get install chromium)"),
+    pytest.mark.long,
+]
 SPACE = "\u00a0"
 
 

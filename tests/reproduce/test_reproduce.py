@@ -35,6 +35,7 @@ def check_filled(found: dict[str, list[dict[str, Any]]]) -> None:
             assert cell["refused"] != "not measured yet", cell
 
 
+@pytest.mark.long
 def test_killed_and_resumed_it_says_what_the_command_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cell, made = compare.Run._cell, []
 

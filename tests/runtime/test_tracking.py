@@ -23,6 +23,7 @@ def stream(g, tokens, flat):
 
 @settings(max_examples=6)
 @given(st.sampled_from([0.3, 0.5, 0.6]), st.sampled_from([1, 16]), st.integers(0, 9))
+@pytest.mark.long
 def test_the_budget_is_kept_across_workloads(asked, batch, seed):
     """Over any 2,000 tokens behind the first 2,000, also where the workload changes: within three points."""
     g = torch.Generator().manual_seed(seed)
@@ -78,6 +79,7 @@ def run(model, ids, steps):
     return out.logits
 
 
+@pytest.mark.long
 def test_a_model_keeps_its_budget_without_a_text(demo_model, demo_plan, demo_windows):
     ids = demo_windows.ids[:4, :100]
     with ACE(demo_plan, {"prefill": 0.0, "decode": 0.5}, policy="share", control="track")(demo_model) as ace:
@@ -101,6 +103,7 @@ def test_a_token_stream_gives_the_same_thresholds_each_time(demo_model, demo_pla
     assert torch.equal(*found) and found[0][1] != found[0][0]
 
 
+@pytest.mark.long
 def test_rules_ratio_counts_not_what_was_restored(demo_model, demo_plan, demo_windows):
     with ACE(demo_plan, 0.5, policy="share", control="track", restore=True)(demo_model) as ace:
         run(demo_model, demo_windows.ids[:4, :80], 60)
@@ -123,6 +126,7 @@ def test_a_pass_aside_leaves_thresholds_alone(demo_model, demo_plan, demo_window
         assert not torch.equal(ace.thresholds, tau)
 
 
+@pytest.mark.long
 def test_it_lives_in_a_compiled_model():
     model = zoo.build("qwen3_moe", num_hidden_layers=2)
     plan, ids, found = build_plan(model), torch.arange(24).view(2, 12), []

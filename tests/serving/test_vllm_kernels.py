@@ -23,6 +23,7 @@ def unquantised(tokens: int) -> tuple[Any, Tensor, Tensor, Tensor]:
 
 @pytest.mark.parametrize("tokens", [1, 3, 8, 20])
 @pytest.mark.parametrize(("dtype", "rtol", "atol"), [(torch.float32, 1e-4, 1e-5), (torch.float16, 1e-2, 2e-3)])
+@pytest.mark.long
 def test_our_kernels_run_vllms_layout(tokens: int, dtype: torch.dtype, rtol: float, atol: float) -> None:
     """Gate then up in w13 [E, 2m, d], w2 [E, d, m]; slots with id −1 are not run; gates stay fp32 as vLLM has them."""
     pytest.importorskip("triton", reason="the kernels run in Triton's interpreter")

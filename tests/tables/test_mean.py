@@ -43,6 +43,7 @@ def test_the_mean_is_that_of_gaussian_inputs(interleaved):
 
 
 @pytest.mark.parametrize("name", ["gpt_oss", "nemotron_h", "qwen3_moe"])
+@pytest.mark.long
 def test_the_mean_of_a_models_own_activation(name):
     """Clamps and biases, experts without a gate."""
     model = zoo.build(name)
@@ -77,6 +78,7 @@ def test_nothing_stands_in_where_nothing_is_skipped(model):
 
 
 @pytest.mark.parametrize("tokens", [2, 6])
+@pytest.mark.long
 def test_skipped_slots_add_their_gate_times_the_mean(model, tokens):
     """By the kernels as by torch; and the table matters."""
     expected = outputs(model, 0.4, tokens=tokens, **MEAN)
