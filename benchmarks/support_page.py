@@ -33,7 +33,7 @@ KNOWN = {  # families that people ask for by the names of their models
 HEAD = """# What runs where
 
 Written by `python benchmarks/support_page.py` from what tests ran (`benchmarks/results/support.json`), on tiny models with random
-weights in each family's own code; qwen3_moe on a GPU is a trained model (`serving_agreement_h200.json`). A cell names the machines
+weights in each family's own code; qwen3_moe on a GPU is a trained one (`serving_agreement_h200.json`). A cell names the machines
 on which its tests passed; *not tried* means that no test ran there, not that it fails. **Tables** come from the checkpoint.
 **transformers** is an attached model, **kernels** our own instead of its experts, **vLLM** its engine; each for prompts and for
 generated tokens.

@@ -55,7 +55,7 @@ def tables(plan: Plan) -> list[str]:
 
 def plain(text: object) -> str:
     """One cell of a table: names of models and texts are whatever somebody typed."""
-    return " ".join(str(text).translate(str.maketrans("|<>[]`", "      ")).split())
+    return " ".join("".join(c if c.isprintable() and c not in "|<>[]`" else " " for c in str(text)).split())
 
 
 def _facts(plan: Plan) -> str:
@@ -66,7 +66,7 @@ def _facts(plan: Plan) -> str:
         "experts in a layer": _range([s["experts"] for s in structure]),
         "slots of a token": _range([s["top_k"] for s in structure]),
         "tables": ", ".join(tables(plan)),
-        **{f"no table {name}": plain(why) for name, why in plan.undefined.items()},
+        **{f"no table {plain(name)}": plain(why) for name, why in plan.undefined.items()},
     }
     return "".join(f"| {name} | {value} |\n" for name, value in facts.items())
 
