@@ -106,7 +106,9 @@ def test_the_card_says_what_the_plan_is(plan: Plan) -> None:
     rows = [line for line in made.text.splitlines() if line.startswith("| ace ")]
     assert len(rows) == 2 and all(row.count("|") == 7 for row in rows), "a text's name breaks no table"
     assert "a b 2J # c.txt, 4,096 tokens" in rows[0] and "\x1b" not in made.text
-    assert f'ACE.load("{NAME}"' in made.text and "base_model" not in ModelCard(card(plan, NAME)).data.to_dict()
+    assert (
+        f'ACE.load("{NAME}", skip=0.5)' in made.text and "base_model" not in ModelCard(card(plan, NAME)).data.to_dict()
+    )
 
 
 # ---- what cannot be ---------------------------------------------------------------------------------------------------
