@@ -114,9 +114,16 @@ def formats(cells: Cells) -> list[str]:
                 for (family, s), places in cells.items()
                 if s == stored and any(e == engine and own for (e, _), own in places.items())
             }
-            row.append("; ".join(f"{f} ({where})" for f, where in sorted(inside.items())) or UNTRIED)
+            row.append(grouped(inside))
         lines.append(f"| {stored} | {' | '.join(row)} |")
     return lines
+
+
+def grouped(inside: dict[str, str]) -> str:
+    """Families with where they were tried, each place once."""
+    places = sorted(set(inside.values()))
+    parts = [f"{', '.join(sorted(f for f, at in inside.items() if at == where))} ({where})" for where in places]
+    return "; ".join(parts) or UNTRIED
 
 
 def runs(results: dict[str, Any]) -> list[str]:
