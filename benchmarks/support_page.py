@@ -33,7 +33,7 @@ KNOWN = {  # families that people ask for by the names of their models
 HEAD = """# What runs where
 
 Written by `python benchmarks/support_page.py` from what tests ran (`benchmarks/results/support.json`), on tiny models with random
-weights in each family's own code; qwen3_moe on a GPU is a trained model (`serving_agreement_h200.json`). A cell names the machines
+weights in each family's own code; qwen3_moe on a GPU is a trained one (`serving_agreement_h200.json`). A cell names the machines
 on which its tests passed; *not tried* means that no test ran there, not that it fails. **Tables** come from the checkpoint.
 **transformers** is an attached model, **kernels** our own instead of its experts, **vLLM** its engine; each for prompts and for
 generated tokens.
@@ -114,9 +114,16 @@ def formats(cells: Cells) -> list[str]:
                 for (family, s), places in cells.items()
                 if s == stored and any(e == engine and own for (e, _), own in places.items())
             }
-            row.append("; ".join(f"{f} ({where})" for f, where in sorted(inside.items())) or UNTRIED)
+            row.append(grouped(inside))
         lines.append(f"| {stored} | {' | '.join(row)} |")
     return lines
+
+
+def grouped(inside: dict[str, str]) -> str:
+    """Families with where they were tried, each place once."""
+    places = sorted(set(inside.values()))
+    parts = [f"{', '.join(sorted(f for f, at in inside.items() if at == where))} ({where})" for where in places]
+    return "; ".join(parts) or UNTRIED
 
 
 def runs(results: dict[str, Any]) -> list[str]:

@@ -26,12 +26,13 @@ GROUP: Any = typer.main.get_command(cli.app)
 STANDS_FOR = {
     "MODEL": str(MODEL), "Qwen/Qwen3-30B-A3B": str(MODEL), "deepseek-ai/DeepSeek-V3": str(MODEL), "lab-moe": str(MODEL),
     "FILE": "sample.txt", "PLAN": "plan.safetensors", "P": "plan.safetensors", "COPY": str(MODEL), "ORIGINAL": str(MODEL),
-    "TEXT": "The",
+    "TEXT": "The", "you/qwen3-30b-a3b-plan": "plan.safetensors",
 }  # fmt: skip
 NOT_RUN = {
     r"^ace serve (?!.*--dry-run)": "becomes vLLM's server",
     r"^ace bench": "times a model; tests/bench runs it",
     r"^ace (lm-eval|eval)": "needs lm-eval or EvalScope; tests/evaluate runs them where they are",
+    r"^ace plans|--push": "a hub; tests/sharing has one",
     r"^ace demo": "a minute; `make demo` runs it",
     r"^ace chat": "a conversation; tests/test_cli.py has one",
     r"--workers|--layers|--stream|--expand|--device-map": "several machines, quantised files or accelerate; tests/checkpoint",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -74,7 +75,8 @@ FAMILIES = {
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_plain_files_of_a_family(family: str, tmp_path: Path) -> None:
+def test_plain_files_of_a_family(family: str, tmp_path: Path, tried: Callable[..., None]) -> None:
+    tried(family, "tables", stored="gguf F32")
     model = zoo.build(family, num_hidden_layers=2)
     path = write(tmp_path / "model.gguf", model, tensors_of(model, FAMILIES[family]))
     assert_same_plan(build_plan(path), build_plan(model))
@@ -91,7 +93,8 @@ def decoded(tensors: dict, kind: object) -> dict:
 
 
 @pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "BF16", "MXFP4"])
-def test_types(kind: str, tmp_path: Path) -> None:
+def test_types(kind: str, tmp_path: Path, tried: Callable[..., None]) -> None:
+    tried("qwen3_moe", "tables", stored=f"gguf {kind}")
     model, number = zoo.build("qwen3_moe", num_hidden_layers=1), gguf.GGMLQuantizationType[kind]
     tensors = tensors_of(model, "ffn_norm")
     for folder in ("a", "b"):

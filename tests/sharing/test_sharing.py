@@ -47,7 +47,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[PlanHub]:
 
 @pytest.fixture
 def plan(demo_plan: Plan) -> Plan:
-    text = Workload("a | b.txt", "0" * 64, 4096)
+    text = Workload("a | <b>\x1b[2J\n# c.txt", "0" * 64, 4096)
     entry = Threshold("ace", {"fusion": "max"}, "power", 1, 0.0, 0.5, 0.08, 0.499, True, 2, text)
     return demo_plan.with_thresholds([entry, replace(entry, budget=0.3, threshold=0.05, realised=0.3)])
 
@@ -105,7 +105,10 @@ def test_the_card_says_what_the_plan_is(plan: Plan) -> None:
     assert about["ace_moe"]["budgets"] == [0.3, 0.5] and about["ace_moe"]["tables"] == ["gsp", "rcr"]
     rows = [line for line in made.text.splitlines() if line.startswith("| ace ")]
     assert len(rows) == 2 and all(row.count("|") == 7 for row in rows), "a text's name breaks no table"
-    assert f'ACE.load("{NAME}"' in made.text and "base_model" not in ModelCard(card(plan, NAME)).data.to_dict()
+    assert "a b 2J # c.txt, 4,096 tokens" in rows[0] and "\x1b" not in made.text
+    assert (
+        f'ACE.load("{NAME}", skip=0.5)' in made.text and "base_model" not in ModelCard(card(plan, NAME)).data.to_dict()
+    )
 
 
 # ---- what cannot be ---------------------------------------------------------------------------------------------------

@@ -13,7 +13,11 @@ from .common import AsJson, app, here, out, print_json
 from .looking import show_plan
 from .outputs import check_output
 
-plans = typer.Typer(invoke_without_command=True, help="Plans shared on the hub and kept in the cache.")
+plans = typer.Typer(
+    invoke_without_command=True,
+    help="Plans shared on the hub and kept in the cache.",
+    epilog="Examples: ace plans, ace plans get owner/name, ace plans push plan.safetensors owner/name",
+)
 app.add_typer(plans, name="plans")
 Name = Annotated[str, typer.Argument(help="The repository: owner/name.", metavar="OWNER/NAME")]
 PlanFile = Annotated[Path, typer.Argument(help="A plan file, or owner/name.", metavar="PLAN", callback=here)]
@@ -86,4 +90,4 @@ def clear(
     gone = clear(name)
     if as_json:
         return print_json([k.label for k in gone])
-    show.print_line(out, f"{len(gone)} plans forgotten: {', '.join(k.label for k in gone) or 'none was kept'}")
+    show.print_line(out, f"forgotten: {', '.join(k.label for k in gone) or 'none was kept'}")

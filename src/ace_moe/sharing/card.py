@@ -16,10 +16,10 @@ Tables from the weights of {model}, and thresholds for budgets, for {library} (`
 makes Mixture-of-Experts models faster by leaving out expert slots that contribute little. No weights are in it.
 
     from ace_moe import ACE
-    with ACE.load("{name}", skip=0.5)(model):
+    with ACE.load("{name}", skip={skip})(model):
         model.generate(**inputs)
 
-    ace serve {base} --plan {name} --skip 0.5
+    ace serve {base} --plan {name} --skip {skip}
 
 The plan belongs to the model with the routers below; another one is refused when it is attached.
 
@@ -31,7 +31,8 @@ The plan belongs to the model with the routers below; another one is refused whe
 def card(plan: Plan, name: str, base_model: str | None = None) -> str:
     """README.md, with metadata in front."""
     model = plain(plan.model) or "a model"
-    text = USE.format(model=model, library=LIBRARY, name=name, base=base_model or "MODEL")
+    skip = f"{min(budgets(plan), key=lambda b: abs(b - 0.5), default=0.5):g}"
+    text = USE.format(model=model, library=LIBRARY, name=name, base=base_model or "MODEL", skip=skip)
     return f"---\n{metadata(plan, base_model).to_yaml()}\n---\n{text}{_facts(plan)}{_thresholds(plan)}"
 
 
@@ -55,7 +56,7 @@ def tables(plan: Plan) -> list[str]:
 
 def plain(text: object) -> str:
     """One cell of a table: names of models and texts are whatever somebody typed."""
-    return " ".join(str(text).translate(str.maketrans("|<>[]`", "      ")).split())
+    return " ".join("".join(c if c.isprintable() and c not in "|<>[]`" else " " for c in str(text)).split())
 
 
 def _facts(plan: Plan) -> str:
@@ -66,7 +67,7 @@ def _facts(plan: Plan) -> str:
         "experts in a layer": _range([s["experts"] for s in structure]),
         "slots of a token": _range([s["top_k"] for s in structure]),
         "tables": ", ".join(tables(plan)),
-        **{f"no table {name}": plain(why) for name, why in plan.undefined.items()},
+        **{f"no table {plain(name)}": plain(why) for name, why in plan.undefined.items()},
     }
     return "".join(f"| {name} | {value} |\n" for name, value in facts.items())
 
@@ -77,7 +78,7 @@ def _range(values: list[int]) -> str:
 
 def _thresholds(plan: Plan) -> str:
     if not plan.thresholds:
-        return "\nNo thresholds yet: `ace budget` maps them.\n"
+        return "\nNo thresholds yet: take a copy with `ace plans get` and map them with `ace budget`.\n"
     names = labels(plan.workloads)
     head = "\n| policy | gain | budget | realised | KL (nats) | text |\n|---|---|---|---|---|---|\n"
     return head + "".join(f"| {' | '.join(_cells(t, names))} |\n" for t in plan.thresholds)

@@ -19,7 +19,7 @@ from huggingface_hub.errors import (
 from ..errors import AceError, OptionError, OutputError, PlanError, brief
 from ..files import expand
 from ..plan import Plan
-from .card import card
+from .card import card, plain
 from .kept import hub_folder
 
 FILE, CARD = "plan.safetensors", "README.md"
@@ -109,7 +109,9 @@ def push(plan: Plan, name: str, base_model: str | None = None, private: bool = F
     try:
         HfApi().create_repo(name, private=private, exist_ok=True)
         added = [CommitOperationAdd(path, data) for path, data in files.items()]
-        return str(HfApi().create_commit(name, added, commit_message=f"Plan of {plan.model or 'a model'}").commit_url)
+        return str(
+            HfApi().create_commit(name, added, commit_message=f"Plan of {plain(plan.model) or 'a model'}").commit_url
+        )
     except Exception as error:
         raise _not_pushed(name, error) from error
 
