@@ -59,3 +59,9 @@ def test_cells_of_several_runs_join(tmp_path):
     assert support_page.said(cells["b", "plain"]["tables", ""], []) == "**fails**"
     assert support_page.said(cells["a", "plain"]["tables", ""], []) == "GPU, CPU"
     assert support_page.said(cells["c", "plain"]["tables", ""], []) == "not tried"
+
+
+def test_the_short_table_goes_between_its_marks(tmp_path, monkeypatch):
+    monkeypatch.setattr(support_page, "README", tmp_path / "README.md")
+    support_page.README.write_text("before\n<!-- support -->\nold\n<!-- /support -->\nafter\n")
+    assert support_page.readme() == f"before\n{support_page.short()}\nafter\n"
