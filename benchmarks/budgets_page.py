@@ -107,7 +107,7 @@ routing, one pass over it.
 | | transformers on an H200 | vLLM on a CPU (its first runner) | vLLM on a GPU (its second runner) |
 |---|---|---|---|
 | restored slots | kernels checked against `rule.py`, timed above | run | run, counts checked |
-| thresholds that move | kernel checked and timed | run | run in captured graphs: within 0.1 points of the request |
+| thresholds that move | kernel checked and timed | run | run in captured graphs |
 | budgets of requests | – | run, 200 at once | run, three budgets in a padded batch, counts exact |
 | budgets under load | – | loop tested alone | run, above |
 

@@ -62,7 +62,7 @@ class Way:
         if resident:
             with torch.no_grad():
                 settle(self.model, lambda: self.model(input_ids=random_tokens(self.model, seed=5)(4, PROMPT)))
-        self.steps, self.counted = Steps(self.model, draw(batch, PROMPT + STEPS)), 0
+        self.steps = Steps(self.model, draw(batch, PROMPT + STEPS))
 
     def time(self, tau: float) -> float:
         self.ace.set_threshold(tau)
@@ -137,7 +137,7 @@ def main() -> None:
         }
         for skip in options.skip:
             tau = settled(ways["gpu"], skip)
-            times = {name: [way.time(tau) for _ in range(1)] for name, way in ways.items()}
+            times = {name: [way.time(tau)] for name, way in ways.items()}
             for _ in range(ROUNDS):
                 for name, way in ways.items():
                     times[name].append(way.time(tau))

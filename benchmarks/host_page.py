@@ -24,7 +24,7 @@ from ace_moe.decoding import Decoder
 
 model = AutoModelForCausalLM.from_pretrained(MODEL, dtype="bfloat16")   # in host memory
 decoder = Decoder(model, batch=1, length=4096, experts="host", resident=0.25)
-ace = ACE.load("plan.safetensors", skip=0.5)
+ace = ACE.load("plan.safetensors", skip=0.3)
 ace.attach(model)
 decoder.settle(ids)             # if you like: the experts that this text uses most are the ones kept on the GPU
 tokens = decoder.generate(ids, 256)
@@ -46,7 +46,7 @@ Copies follow the prompt in front; under uniform routing any choice of them is a
 
 ## vLLM
 
-    ace serve MODEL --plan plan.safetensors --skip 0.5 --cpu-offload-gb 40
+    ace serve MODEL --plan plan.safetensors --skip 0.3 --cpu-offload-gb 40
 
 vLLM reads such weights in place as well, but takes layers whole and attention first, which every token needs. `ace serve` names
 the experts as what goes to host memory, chooses kernels that read it (Triton for bf16 and FP8, Marlin for 4-bit weights), says

@@ -130,3 +130,10 @@ def test_a_consumers_type_checker_sees_our_types(tmp_path: Path) -> None:
         "  [assignment]"
     ], ran.stdout
     assert any("dict[str, Any]" in line for line in lines) and any("Threshold" in line for line in lines)
+
+
+def test_the_command_line_knows_the_default_policy_without_importing_it() -> None:
+    from ace_moe.cli.common import AUTO
+    from ace_moe.policies import AUTO as THEIRS
+
+    assert AUTO == THEIRS

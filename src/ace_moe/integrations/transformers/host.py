@@ -31,21 +31,19 @@ def place_experts(model: PreTrainedModel, device: torch.device | str, resident: 
 
     if not 0 <= resident < 1:
         raise OptionError(f"resident is the part of experts kept on the GPU: from 0 up to below 1, not {resident!r}.")
-    device, found = torch.device(device), list(_experts(model))
-    held = {id(weight) for module in found for weight in _products(module).values()}
+    device = torch.device(device)
     with torch.no_grad():
-        for module in found:
+        for module in list(_experts(model)):
             products = {name: _reachable(w, device, module) for name, w in _products(module).items()}
             for name, weight in products.items():
                 setattr(module, name, nn.Parameter(weight, requires_grad=False))
-                held.add(id(getattr(module, name)))
             near, experts = None, next(iter(products.values())).shape[0]
             if rows := round(resident * experts):
                 copies = (torch.empty(rows, *w.shape[1:], dtype=w.dtype, device=device) for w in products.values())
                 near = Near(torch.full((experts,), -1, dtype=torch.int32, device=device), *copies)
             vars(module)[HOST] = Hosted(device, near)
             keep_near(module, torch.zeros(experts))
-        _move_others(model, held, device)
+        _move_others(model, device)
 
 
 def keep_near(module: nn.Module, used: Tensor) -> None:
@@ -142,10 +140,11 @@ def _release(runtime: Any, raw: Tensor, address: int) -> None:
     runtime.cudaHostUnregister(address)
 
 
-def _move_others(model: nn.Module, held: set[int], device: torch.device) -> None:
+def _move_others(model: nn.Module, device: torch.device) -> None:
     for module in model.modules():
-        for parameter in module._parameters.values():
-            if parameter is not None and id(parameter) not in held:
+        stays = _products(module) if HOST in vars(module) else {}
+        for name, parameter in module._parameters.items():
+            if parameter is not None and name not in stays:
                 parameter.data = parameter.data.to(device)
         for name, buffer in module._buffers.items():
             module._buffers[name] = None if buffer is None else buffer.to(device)
