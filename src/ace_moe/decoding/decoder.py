@@ -27,11 +27,13 @@ from .static import StepCache, check
 
 
 def tuned(batch: int) -> dict[str, Any]:
-    """Compiler options: with one row, products become reductions; kernels may start before the one in front has ended."""
+    """Compiler options: products of few rows are ours; kernels may start before the one in front has ended."""
     from torch._inductor import config
 
+    from .fuse import fuse
+
     early = {"triton.enable_pdl": True} if hasattr(config.triton, "enable_pdl") else {}
-    return {"coordinate_descent_tuning": batch == 1, **early}
+    return {"coordinate_descent_tuning": batch == 1, "pre_grad_custom_pass": fuse, **early}
 
 
 def _gpu(model: PreTrainedModel) -> torch.device:
@@ -67,7 +69,7 @@ class Decoder:
             place_experts(model, _gpu(model), resident)
         self.model, self.batch, self.length, self.attention = model, batch, length, attention
         self.captured = model.device.type == "cuda" if captured is None else captured
-        self.options = options or tuned(batch)
+        self.options = options or (tuned(batch) if self.captured else {})
         check(model)
         decoder_layers(model)
         self.cache: StepCache | None = None

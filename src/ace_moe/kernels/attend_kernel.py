@@ -9,8 +9,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .launch import take_turn
-
 
 @triton.jit
 def _share(
@@ -51,7 +49,8 @@ def attend(
 
     parts [B · H, SPLITS, G, D], tops and totals [B · H, SPLITS, G]; `arrived` [B · H] is zero before and after.
     """
-    take_turn(EARLY)
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
     pair = tl.program_id(0)
     split = tl.program_id(1)
     b, h = pair // H, pair % H
@@ -64,6 +63,10 @@ def attend(
         query, keys, values, mask + b * mask_seq, split * step, tl.minimum(S, (split + 1) * step), scale, k_pos, v_pos,
         D, DP, GP, BS, MASKED,
     )  # fmt: skip
+    if (
+        EARLY
+    ):  # not before: the kernel behind fetches weights at once, and this one's own loads would queue up behind them
+        tl.extra.cuda.gdc_launch_dependents()
     at = y + (pair * G + g)[:, None] * D + dim[None, :]
     if SPLITS == 1:
         tl.store(at, (out / total[:, None]).to(y.dtype.element_ty), mask=inside)

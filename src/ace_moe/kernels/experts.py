@@ -33,16 +33,19 @@ def power_of_two(n: int) -> int:
     return max(1, triton.next_power_of_2(n))
 
 
-def run(x: Tensor, ids: Tensor, gates: Tensor, weights: Weights, mean: Tensor | None = None) -> Tensor:
-    """The experts of one layer; with mean [E, d] a slot coded −2 − e adds its gate times mean[e]."""
+def run(
+    x: Tensor, ids: Tensor, gates: Tensor, weights: Weights, mean: Tensor | None = None, add: Tensor | None = None
+) -> Tensor:
+    """The experts of one layer, plus `add` [T, d]; with mean [E, d] a slot coded −2 − e adds its gate times mean[e]."""
     if x.shape[0] == 0:
         return torch.empty_like(x)
     x, ids, gates = x.contiguous(), ids.contiguous(), gates.contiguous()
+    add = None if add is None else add.contiguous()
     if weights.w_in.device != x.device and ids.numel() >= STAGED * weights.shape[0]:
         weights = _staged(weights, x.device)
     if x.shape[0] <= ONE and not weights.layout.transposed:  # transposed rows are not contiguous
-        return _one(x, ids, gates, weights, mean)
-    return _many(x, ids, gates, weights, mean)
+        return _one(x, ids, gates, weights, mean, add)
+    return _many(x, ids, gates, weights, mean, add)
 
 
 def _staged(weights: Weights, device: torch.device) -> Weights:
@@ -91,7 +94,7 @@ def _down_options(weights: Weights, tiles: Tiles, m: int) -> dict[str, object]:
     }  # fmt: skip
 
 
-def _one(x: Tensor, ids: Tensor, gates: Tensor, weights: Weights, mean: Tensor | None) -> Tensor:
+def _one(x: Tensor, ids: Tensor, gates: Tensor, weights: Weights, mean: Tensor | None, add: Tensor | None) -> Tensor:
     (tokens, k), (experts, d, m) = ids.shape, weights.shape
     tiles, early = one_tiles(tokens, d, m, weights.columns), early_start(x.device)
     h = torch.empty(tokens * k, m, dtype=x.dtype, device=x.device)
@@ -107,16 +110,16 @@ def _one(x: Tensor, ids: Tensor, gates: Tensor, weights: Weights, mean: Tensor |
         **_up_options(weights, tiles, d),
     )  # fmt: skip
     one_kernel.one_down[down[::-1] if beside else down](
-        h, ids, gates, _or(mean, x), *_near(weights, weights.w_out), s_out, b_out, y, experts, d, m,
+        h, ids, gates, _or(mean, x), _or(add, x), *_near(weights, weights.w_out), s_out, b_out, y, experts, d, m,
         *weights.strides(weights.w_out), *out_factors,
         TOP_K=k, KP=power_of_two(k), KC=min(tiles.bm, power_of_two(k)), KSTEPS=triton.cdiv(m, tiles.bk_down),
-        AHEAD=tiles.stages_down, BESIDE=beside, NEAR=near, MEAN=mean is not None, **early,
+        AHEAD=tiles.stages_down, BESIDE=beside, NEAR=near, MEAN=mean is not None, ADD=add is not None, **early,
         **_down_options(weights, tiles, m),
     )  # fmt: skip
     return y
 
 
-def _many(x: Tensor, ids: Tensor, gates: Tensor, weights: Weights, mean: Tensor | None) -> Tensor:
+def _many(x: Tensor, ids: Tensor, gates: Tensor, weights: Weights, mean: Tensor | None, add: Tensor | None) -> Tensor:
     (tokens, k), (experts, d, m) = ids.shape, weights.shape
     slots, large, early = tokens * k, hopper(x.device), early_start(x.device)
     tiles = _fitting(many_tiles(slots // experts, d, m, x.dtype, large), weights)
@@ -145,8 +148,9 @@ def _many(x: Tensor, ids: Tensor, gates: Tensor, weights: Weights, mean: Tensor 
     )  # fmt: skip
     width = min(1024, power_of_two(d))
     many_kernel.many_sum[(tokens, triton.cdiv(d, width))](
-        parts, ids, gates, _or(mean, x), y, experts, d, TOP_K=k, BN=width, MEAN=mean is not None, num_warps=4, **early
-    )
+        parts, ids, gates, _or(mean, x), _or(add, x), y, experts, d, TOP_K=k, BN=width, MEAN=mean is not None,
+        ADD=add is not None, num_warps=4, **early,
+    )  # fmt: skip
     return y
 
 

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from .launch import take_turn
-from .products_kernel import dot_down, dot_up, first_of, stand_in
+from .products_kernel import add_row, dot_down, dot_up, first_of, stand_in
 
 
 @triton.jit
@@ -118,11 +118,12 @@ def many_down(
 
 @triton.jit
 def many_sum(
-    parts, ids, gates, mean, y, E, d, TOP_K: tl.constexpr, BN: tl.constexpr, MEAN: tl.constexpr, EARLY: tl.constexpr
-):
+    parts, ids, gates, mean, add, y, E, d,
+    TOP_K: tl.constexpr, BN: tl.constexpr, MEAN: tl.constexpr, ADD: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
     """y [T, d] ← sum of a token's kept parts, in slot order, fp32. Grid (T, tiles of d): T may pass 65,535.
 
-    MEAN: a slot coded −2 − e adds gate · mean[e].
+    MEAN: a slot coded −2 − e adds gate · mean[e]. ADD: plus `add` [T, d].
     """
     take_turn(EARLY)
     token = tl.program_id(0).to(tl.int64)
@@ -134,4 +135,5 @@ def many_sum(
         total += tl.load(parts + (token * TOP_K + slot) * d + n, mask=n < width, other=0.0).to(tl.float32)
         if MEAN:
             total += stand_in(e, gates + token * TOP_K + slot, mean, n, d)
-    tl.store(y + token * d + n, total.to(y.dtype.element_ty), mask=n < d)
+    total = add_row(total.to(y.dtype.element_ty), add + token * d + n, n < d, ADD)
+    tl.store(y + token * d + n, total, mask=n < d)

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from .launch import take_turn
-from .products_kernel import finish_up, first_of, stand_in
+from .products_kernel import add_row, finish_up, first_of, stand_in
 
 
 @triton.jit
@@ -107,16 +107,16 @@ def _weigh(
 
 @triton.jit
 def one_down(
-    h, ids, gates, mean, w, near, near_w, s, b, y, E, d, m, w_expert, w_row, w_col, s_expert, s_row, s_col,
+    h, ids, gates, mean, add, w, near, near_w, s, b, y, E, d, m, w_expert, w_row, w_col, s_expert, s_row, s_col,
     TOP_K: tl.constexpr, KP: tl.constexpr, KC: tl.constexpr, KSTEPS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     EVEN: tl.constexpr, BIAS: tl.constexpr, QN: tl.constexpr, QK: tl.constexpr, AHEAD: tl.constexpr,
-    BESIDE: tl.constexpr, NEAR: tl.constexpr, MEAN: tl.constexpr, EARLY: tl.constexpr,
+    BESIDE: tl.constexpr, NEAR: tl.constexpr, MEAN: tl.constexpr, ADD: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """y [T, d] ← Σ over a token's kept slots of gate · (h W_downᵀ). Grid (tiles of d, T), or BESIDE (T, tiles of d).
 
     KC kept slots at a time, so that no thread holds a skipped one, and KSTEPS steps along m for each. With EARLY the
     kernel starts while the up product still runs: it fetches the weights of AHEAD steps, which nobody is writing, and
-    only then waits for h. MEAN: a slot coded −2 − e adds gate · mean[e].
+    only then waits for h. MEAN: a slot coded −2 − e adds gate · mean[e]. ADD: plus `add` [T, d].
     """
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
@@ -149,4 +149,5 @@ def one_down(
     if MEAN:
         for slot in tl.static_range(TOP_K):
             out += stand_in(tl.load(ids + t * TOP_K + slot), gates + slot, mean, n, d)
-    tl.store(y + t * d + n, out.to(y.dtype.element_ty), mask=n < d)
+    out = add_row(out.to(y.dtype.element_ty), add + t * d + n, n < d, ADD)
+    tl.store(y + t * d + n, out, mask=n < d)

@@ -21,6 +21,14 @@ def first_of(e, w, near, near_w, w_expert, there, NEAR: tl.constexpr):
 
 
 @triton.jit
+def add_row(out, add, inside, ADD: tl.constexpr):
+    """`out` of the result's type plus what else belongs to the token, rounded as two operations would."""
+    if ADD:
+        out = (out.to(tl.float32) + tl.load(add, mask=inside, other=0.0).to(tl.float32)).to(out.dtype)
+    return out
+
+
+@triton.jit
 def activate(gate, up, KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
     """activation.reference for gated experts."""
     if LIMIT > 0:
