@@ -1,0 +1,71 @@
+"""What `aligned` knows of a τ: mean and spread of the experts' sums, whole and skipped, in each component."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from .. import rule
+from ..plan import Plan
+from ..plan.shapes import aligned_tables
+from ..policies import Decision, Policy, Routing
+from ..policies.calibration import run_experts
+from ..runtime import Runtime
+from ..runtime.layer import Layer, Observer
+from ..text import Windows
+from .mapping import Fit
+
+EPSILON = 1e-6  # of σ: a component that never moves is left alone
+Statistics = dict[str, Tensor]  # [2, d] by layer: scale and shift
+
+
+@torch.inference_mode()
+def statistics(runtime: Runtime, model: PreTrainedModel, ids: Sequence[Tensor], tau: float) -> Statistics:
+    """Over the tokens of ids [B, L] … that lose a slot at τ, with nothing skipped in the layers before."""
+    sums = {key: torch.zeros(0) for key in runtime.layers}
+
+    def make(key: str) -> Observer:
+        layer = runtime.layers[key]
+
+        def observer(routing: Routing, protected: Tensor | None, decision: Decision) -> None:
+            assert protected is not None
+            found = _sums(layer, routing, rule.kept(protected, tau))
+            sums[key] = sums[key].to(found) + found if len(sums[key]) else found
+
+        return observer
+
+    with runtime.aside(), runtime.observed(make):
+        for part in ids:
+            model.base_model(input_ids=part.to(model.device), use_cache=False)
+    return {key: _scale_and_shift(found.cpu()) for key, found in sums.items()}
+
+
+def _sums(layer: Layer, routing: Routing, keep: Tensor) -> Tensor:
+    """Σ 1, y, y², ŷ, ŷ² of the whole sums y and the skipped ones ŷ, [5, d]."""
+    experts, lost = layer.owner(), ~keep.all(-1)
+    assert experts is not None and routing.hidden is not None
+    lost = lost if routing.token_mask is None else lost & routing.token_mask
+    x, e = routing.hidden.reshape(-1, routing.hidden.shape[-1])[lost], routing.ids[lost]
+    ways = (routing.gates, layer.policy.skip(routing, keep).gates)
+    y, less = (run_experts(experts, x, e, gates[lost]).double() for gates in ways)
+    return torch.stack([n.sum(0) for n in (torch.ones_like(y), y, y * y, less, less * less)])
+
+
+def _scale_and_shift(sums: Tensor) -> Tensor:
+    """[2, d]: σ₀ / σ and μ₀ − μ σ₀ / σ; 1 and 0 where fewer than two tokens lost a slot."""
+    count = sums[0].clamp(min=1)
+    mean, spread = sums[1::2] / count, (sums[2::2] / count - (sums[1::2] / count).square()).clamp(min=0).sqrt()
+    scale = torch.where((sums[0] > 1) & (spread[1] > EPSILON), spread[0] / spread[1].clamp(min=EPSILON), 1.0)
+    shift = torch.where(sums[0] > 1, mean[0] - scale * mean[1], 0.0)
+    return torch.stack([scale, shift]).float()
+
+
+def with_statistics(plan: Plan, policy: Policy, windows: Windows, fit: Fit, found: Mapping[str, Tensor]) -> Plan:
+    """The plan with the scale and shift that belong to a threshold."""
+    names = aligned_tables(policy.settings, fit.budget, windows.workload.sha256)
+    new = {key: dict(zip(names, both, strict=True)) for key, both in found.items()}
+    made = {"params": policy.params, "workload": vars(windows.workload)}
+    return plan.with_tables(new, made, shapes=dict.fromkeys(names, ("hidden",)))
