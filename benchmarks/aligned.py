@@ -91,8 +91,8 @@ def table(stored: Row) -> str:
             said = [f"{1 + c.value:.2f}× ({1 + c.low:.2f}–{1 + c.high:.2f})" for c in changes]
             lines.append(f"| {model}, {100 * budget:.0f} % | {' | '.join([*kls, *said])} |")
     head = (
-        f"KL on {stored['windows']} × {stored['window']:,} tokens of {stored['text']}; τ and statistics from {stored['map']}; skipped "
-        "slots are not run. Last columns: KL with `aligned` over KL without, in pairs of windows, with the 95 % interval.\n\n"
+        f"KL on {stored['windows']} × {stored['window']:,} tokens of {stored['text']}; τ and statistics from {stored['map']}; "
+        "skipped slots are not run. Last columns: KL with `aligned` over KL without, in pairs of windows, with the 95 % interval.\n\n"
     )
     return head + "\n".join(lines) + "\n"
 
@@ -123,7 +123,14 @@ def main() -> None:
         before = json.loads(options.out.read_text(encoding="utf-8")) if options.out.exists() else {}
         rows = [r for r in before.get("rows", []) if r["model"] != path.name] + measured(path, options)
         runs = [r for r in before.get("runs", []) if r["model"] != path.name] + [{"model": path.name, **record}]
-        result = {"kind": "aligned", "map": options.map.name, "text": options.text.name, **sizes, "runs": runs, "rows": rows}
+        result = {
+            "kind": "aligned",
+            "map": options.map.name,
+            "text": options.text.name,
+            **sizes,
+            "runs": runs,
+            "rows": rows,
+        }
         options.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -16,9 +16,8 @@ from ..policies.calibration import run_experts
 from ..runtime import Runtime
 from ..runtime.layer import Layer, Observer
 from ..text import Windows
-from .mapping import Fit
 
-EPSILON = 1e-6  # of σ: a component that never moves is left alone
+LARGEST = 4.0  # scale: a component that hardly moves in the skipped sums is not blown up
 Statistics = dict[str, Tensor]  # [2, d] by layer: scale and shift
 
 
@@ -58,14 +57,15 @@ def _scale_and_shift(sums: Tensor) -> Tensor:
     """[2, d]: σ₀ / σ and μ₀ − μ σ₀ / σ; 1 and 0 where fewer than two tokens lost a slot."""
     count = sums[0].clamp(min=1)
     mean, spread = sums[1::2] / count, (sums[2::2] / count - (sums[1::2] / count).square()).clamp(min=0).sqrt()
-    scale = torch.where((sums[0] > 1) & (spread[1] > EPSILON), spread[0] / spread[1].clamp(min=EPSILON), 1.0)
+    some = (sums[0] > 1) & (spread[1] > 0)
+    scale = torch.where(some, spread[0] / torch.where(some, spread[1], 1.0), 1.0).clamp(max=LARGEST)
     shift = torch.where(sums[0] > 1, mean[0] - scale * mean[1], 0.0)
     return torch.stack([scale, shift]).float()
 
 
-def with_statistics(plan: Plan, policy: Policy, windows: Windows, fit: Fit, found: Mapping[str, Tensor]) -> Plan:
+def with_statistics(plan: Plan, policy: Policy, windows: Windows, budget: float, found: Statistics) -> Plan:
     """The plan with the scale and shift that belong to a threshold."""
-    names = aligned_tables(policy.settings, fit.budget, windows.workload.sha256)
+    names = aligned_tables(policy.settings, budget, windows.workload.sha256)
     new = {key: dict(zip(names, both, strict=True)) for key, both in found.items()}
     made = {"params": policy.params, "workload": vars(windows.workload)}
     return plan.with_tables(new, made, shapes=dict.fromkeys(names, ("hidden",)))

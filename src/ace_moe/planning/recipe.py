@@ -110,8 +110,8 @@ def map_budgets(
             for budget in todo:
                 fits[budget] = fit_budgets(passes, [budget], correct=correct, dense=dense)[0]
                 plan = plan.with_thresholds(entries([fits[budget]], policy, windows))
-                if policy.aligned and budget:
-                    plan = with_statistics(plan, policy, windows, fits[budget], passes.statistics(fits[budget].threshold))
+                found = passes.statistics(fits[budget].threshold)
+                plan = with_statistics(plan, policy, windows, budget, found) if found else plan
                 save(plan)
                 task.advance()
     if judged:

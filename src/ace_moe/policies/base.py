@@ -82,7 +82,8 @@ class Policy(ABC):
     @property
     def tables(self) -> tuple[str, ...]:
         """All tables a layer must have: the method's own, the factor's, the gain's and what stands in for skipped slots."""
-        mean = MEAN if getattr(self, "compensate", None) == "mean" else None  # not by `super()`, which no compiler sees through
+        repair = getattr(self, "compensate", None)  # not by `super()`, which no compiler sees through
+        mean = MEAN if repair == "mean" else None
         further = (self.factor, self.gain if self.gain.startswith(GAIN_TABLE) else None, mean)
         return (*self.needs, *(name for name in further if name is not None))
 
@@ -133,8 +134,8 @@ def _named(gain: object) -> Gain:
         value = -1.0
     if isinstance(gain, bool) or not 0 < value <= MOST_GAIN:
         raise PolicyError(
-            f"gain must be one of {', '.join(GAINS)}, a number above 0 and up to {MOST_GAIN:g}, a table {GAIN_TABLE}… of the plan, "
-            f"or {ALIGNED} for a policy that decides token by token and nothing else in `compensate`; not {gain!r}."
+            f"gain must be one of {', '.join(GAINS)}, a number above 0 and up to {MOST_GAIN:g}, a table {GAIN_TABLE}… of the "
+            f"plan, or {ALIGNED} for a policy that decides token by token and nothing else in `compensate`; not {gain!r}."
         )
     return f"{value:g}"
 
@@ -155,8 +156,8 @@ class TokenPolicy(Policy):
 
     `denominator` k2 divides the gates by the mass of the router's top-k2 instead of its top-k; 0 leaves them as they are.
     `compensate="mean"`: a skipped slot adds its gate times what its expert answers on average, a table from weights alone.
-    `compensate="aligned"` (LDA, arXiv 2609.09241): the sum y of a token that lost a slot becomes σ₀ (y − μ) / σ + μ₀ in each of its
-    d components, μ, σ and μ₀, σ₀ being those of skipped and whole sums on a text. `gain="aligned"` is short for that over `power`.
+    `compensate="aligned"` (LDA, arXiv 2609.09241): the sum y of a token that lost a slot becomes σ₀ (y − μ) / σ + μ₀ in each
+    of its d components; μ, σ and μ₀, σ₀ are those of skipped and whole sums on a text. `gain="aligned"`: that over `power`.
     """
 
     mapping: ClassVar[Mapped] = "quantile"
