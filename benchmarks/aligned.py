@@ -92,7 +92,7 @@ def table(stored: Row) -> str:
             lines.append(f"| {model}, {100 * budget:.0f} % | {' | '.join([*kls, *said])} |")
     head = (
         f"KL on {stored['windows']} × {stored['window']:,} tokens of {stored['text']}; τ and statistics from {stored['map']}; "
-        "skipped slots are not run. Last columns: KL with `aligned` over KL without, in pairs of windows, with the 95 % interval.\n\n"
+        "skipped slots are not run. Last columns: KL with `aligned` over KL without, by window, with 95 % intervals.\n\n"
     )
     return head + "\n".join(lines) + "\n"
 
