@@ -235,5 +235,5 @@ def result(
 ) -> dict[str, Any]:
     """What is stored; `record` says what made it."""
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-    machine = {"command": record["command"], "device": device, "provenance": record}
+    machine = {"command": record["command"], "device": device, "torch": torch.__version__, "provenance": record}
     return {**machine, "read_tb_s": ceiling, **facts, "rows": [asdict(r) for r in rows]}
