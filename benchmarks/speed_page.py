@@ -170,9 +170,9 @@ def budgets_section() -> str:
     columns = ["routing", "batch", "0 %, ms", "30 %, ms", "60 %, ms", "30 % against 0", "60 % against 0"]
     return f"""## A token at 30 % and at 60 %
 
-{result["device"]}, Qwen3-30B-A3B shapes, {result["layers"]} layers, one graph a step. Most tables here show 60 %, where what skipping
-can give is plain to see; [begin lower](choosing.md#how-much). With few sequences a skipped slot is a read saved; with 64 nearly
-every expert is read by some token, and 30 % saves little.
+{result["device"]}, Qwen3-30B-A3B shapes, {result["layers"]} layers, one graph a step. Most tables here show 60 %, where what
+skipping can give is plain to see; [begin lower](choosing.md#how-much). With few sequences a skipped slot is a read saved; with 64
+nearly every expert is read by some token, and 30 % saves little.
 
     {result["command"]}
 

@@ -81,7 +81,7 @@ def consistently(results: Results) -> Iterator[str]:
     others = [
         m
         for m in results["grid"]["methods"]
-        if m not in results["references"] and m.split(":")[0] not in ("ace", "gsp", "rcr")
+        if m not in results["references"] and m.split(":")[0] not in ("ace", "gsp", "rcr", "paper")
     ]
     for gain in (g for g in ("kept", "power") if g in results["grid"]["gains"]):
         counted = {m: made for m in others if (made := tally(results, "ace", m, gain))}

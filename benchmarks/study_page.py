@@ -42,7 +42,7 @@ Results = dict[str, Any]
 
 HEAD = """# Results
 
-Every method on four small models, measured with the commands given at each section and written by
+Methods on small models of three kinds of router, measured with the commands given at each section and written by
 `python benchmarks/study_page.py` from `benchmarks/results/*.json`. Nothing on this page is typed by hand.
 
 The models were trained from scratch on mixed text; they are far smaller than what people serve, and only demo-moe is part of
@@ -113,10 +113,11 @@ def setting(results: Results) -> str:
         if text["windows"] < 16
         else ""
     )
+    corrected = "Budgets are corrected on the skipped model." if results["identity"]["correct"] else "τ from one pass."
     return (
         f"{text['windows']} windows of {text['window']:,} tokens of {text['name']}, {results['identity']['dtype']}, on "
         f"{where}; torch {used['torch']}, transformers {used['transformers']}. Unskipped perplexity "
-        f"{results['dense']['perplexity']:.2f}. Budgets are corrected on the skipped model.{few}"
+        f"{results['dense']['perplexity']:.2f}. {corrected}{few}"
         "\n\n    " + "\n    ".join(results["command"].split(" && ")) + "\n"
     )
 
