@@ -69,10 +69,12 @@ def test_the_harnesses_answer_as_their_own_models_at_threshold_0() -> None:
     assert all(abs(r["realised"] - 0.5) < 0.02 for r in rows)
 
 
-@pytest.mark.parametrize("path", sorted(study_page.RESULTS.glob("compare_*_*.json")), ids=lambda path: path.stem)
+STORED = [path for name in study_page.MODELS if (path := study_page.RESULTS / f"compare_{name}.json").exists()]
+
+
+@pytest.mark.parametrize("path", STORED, ids=lambda path: path.stem)
 def test_what_the_page_shows_is_judged_by_kl(path: Path) -> None:
     results = json.loads(path.read_text())
-    assert path.stem.removeprefix("compare_") in study_page.MODELS
     assert all(len(cell["kl_by_window"]) == results["workload"]["windows"] for cell in results["cells"])
     for method in ("fixed", "share", "ace"):
         cells = [c for c in results["cells"] if (c["method"], c["gain"]) == (method, "power")]
