@@ -25,6 +25,7 @@ from ace_moe.bench.shapes import build
 from ace_moe.bench.tokens import random_tokens
 from ace_moe.checkpoint import MoEModel
 from ace_moe.plan import Plan
+from ace_moe.provenance import provenance
 
 WAYS: dict[str, dict[str, Any]] = {
     "plain": {}, "restored": {"restore": True}, "tracked": {"control": "track"}
@@ -123,6 +124,7 @@ def main() -> None:
                     facts = {
                         "command": "python benchmarks/restore.py " + " ".join(sys.argv[1:]),
                         "layers": len(moe.sites),
+                        "provenance": provenance(options.device),
                     }
                     facts["device"] = torch.cuda.get_device_name() if options.device == "cuda" else options.device
                     options.out.write_text(json.dumps({**facts, "rows": rows}, indent=1) + "\n")

@@ -155,6 +155,46 @@ def model_section(name: str, title: str) -> str:
     return f"## {title}\n\n{facts}\n\n    {result['command']}\n\n{table(columns, rows)}\n"
 
 
+def budgets_section() -> str:
+    """Decode steps at 30 % beside 60 %, wherever both were timed in one run."""
+    three = "routing_h200.json"  # every routing, batch and ratio in one run
+    result = load(three if (RESULTS / three).exists() else "restore_h200.json")
+    tracked = [{**r, "routing": "uniform", "facts": {}} for r in result.get("tracked", [])]
+    found = {(r["routing"], r["batch"], r["skip"]): r for r in [*result["rows"], *tracked]}
+    kinds = ["uniform", "flat", "skewed"]
+    rows = []
+    for routing, batch in sorted({key[:2] for key in found if key[2] == 0.3}, key=lambda k: (kinds.index(k[0]), k[1])):
+        cells = [found[routing, batch, skip] for skip in (0.0, 0.3, 0.6)]
+        times = [cell["ms"]["plain"] for cell in cells]
+        speed = [f"{times[0] / ms:.2f}×" for ms in times[1:]]
+        rows.append([routing, str(batch), *(f"{ms:.2f}" for ms in times), *speed, " / ".join(map(_read, cells[1:]))])
+    columns = [
+        "routing",
+        "batch",
+        "0 %, ms",
+        "30 %, ms",
+        "60 %, ms",
+        "30 % against 0",
+        "60 % against 0",
+        "experts read",
+    ]
+    return f"""## A token at 30 % and at 60 %
+
+{result["device"]}, Qwen3-30B-A3B shapes, {result["layers"]} layers, one graph a step. Most tables here show 60 %, where what
+skipping can give is plain to see; [begin lower](choosing.md#how-much). With few sequences a skipped slot is a read saved; with 64
+nearly every expert is read by some token, and 30 % saves little. Last column: experts read at both, of those read at 0 %.
+
+    {result["command"]}
+
+{table(columns, rows)}
+"""
+
+
+def _read(row: dict) -> str:
+    facts = row["facts"].get("restored")  # restored slots read nothing more
+    return f"{100 * facts['reads'] / facts['asked']:.0f} %" if facts else "–"
+
+
 def unions_section() -> str:
     result = load("unions.json")
     batches = list(result["rows"][0]["unions"])
@@ -183,7 +223,7 @@ def page() -> str:
         ("latency_cpu.json", "On a CPU: an 86 M-parameter model, two cores"),
     ]
     sections = [model_section(*model) for model in models]
-    return "\n".join([HEAD, unions_section(), layer_section(), *sections[:3], PAPER, *sections[3:]])
+    return "\n".join([HEAD, unions_section(), budgets_section(), layer_section(), *sections[:3], PAPER, *sections[3:]])
 
 
 if __name__ == "__main__":

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from ace_moe.evaluate.compare import cell_at, score_of
-from ace_moe.statistics import Difference, perplexity_change
+from ace_moe.evaluate.compare import cell_at, kl_of
+from ace_moe.statistics import Interval, relative_change
 
 Results = dict[str, Any]
 OFF = 0.005  # a realised ratio further from its budget than this is not compared
@@ -17,12 +17,12 @@ def met(cell: Results) -> bool:
     return abs(cell["realised"] - cell["budget"]) <= OFF
 
 
-def paired(results: Results, method: str, rival: str, gain: str, budget: float) -> Difference | None:
-    """Change of perplexity against the rival on the same windows; None where one of them did not meet the budget."""
+def paired(results: Results, method: str, rival: str, gain: str, budget: float) -> Interval | None:
+    """Change of KL against the rival on the same windows; None where one of them did not meet the budget."""
     mine, other = (cell_at(results, name, gain, budget) for name in (method, rival))
     if mine is None or other is None or method == rival or not (met(mine) and met(other)):
         return None
-    return perplexity_change(score_of(mine), score_of(other))
+    return relative_change(mine["kl_by_window"], other["kl_by_window"])
 
 
 def tally(results: Results, method: str, rival: str, gain: str) -> tuple[int, int, int] | None:
@@ -31,8 +31,15 @@ def tally(results: Results, method: str, rival: str, gain: str) -> tuple[int, in
     known = [one for one in found if one is not None]
     if not known:
         return None
-    better, worse = sum(one.high < 0 for one in known), sum(one.low > 0 for one in known)
+    better, worse = (sum(sign(one) == way for one in known) for way in (-1, 1))
     return better, worse, len(known) - better - worse
+
+
+def sign(change: Interval) -> int:
+    """−1 or 1 where the interval is clear of 0, else 0; too few windows have no interval."""
+    if change.low is None or change.high is None:
+        return 0
+    return (change.low > 0) - (change.high < 0)
 
 
 def verdict(better: int, worse: int) -> str:
@@ -74,7 +81,7 @@ def consistently(results: Results) -> Iterator[str]:
     others = [
         m
         for m in results["grid"]["methods"]
-        if m not in results["references"] and m.split(":")[0] not in ("ace", "gsp", "rcr")
+        if m not in results["references"] and m.split(":")[0] not in ("ace", "gsp", "rcr", "paper")
     ]
     for gain in (g for g in ("kept", "power") if g in results["grid"]["gains"]):
         counted = {m: made for m in others if (made := tally(results, "ace", m, gain))}
@@ -82,7 +89,7 @@ def consistently(results: Results) -> Iterator[str]:
             continue
         ahead = [m for m, (better, worse, _) in counted.items() if better > worse]
         behind = [m for m, (better, worse, _) in counted.items() if worse > better]
-        word = "holds" if not behind else "does not hold"
+        word = "does not hold" if behind else "holds" if ahead else "cannot be told"
         named = (
             f" Ahead of ACE at more budgets than behind it: {', '.join(f'`{m}`' for m in behind)}." if behind else ""
         )
@@ -98,14 +105,20 @@ def renormalisation(results: Results) -> Iterator[str]:
     """Not a claim of the paper but its rule: kept gates are scaled up to their old sum."""
     cells = {g: cell_at(results, "ace", g, 0.5) for g in ("kept", "power", "none")}
     if cells["kept"] and (rest := {g: c for g, c in cells.items() if c and g != "kept"}):
-        best = min(rest, key=lambda g: rest[g]["perplexity"])
-        change = perplexity_change(score_of(rest[best]), score_of(cells["kept"]))
-        said = ", ".join(f"`{g}` {c['perplexity']:.2f}" for g, c in cells.items() if c)
-        word = "no" if change.high < 0 else "yes" if change.low > 0 else "undecided"
+        best = min(rest, key=lambda g: kl_of(rest[g]))
+        change = relative_change(rest[best]["kl_by_window"], cells["kept"]["kl_by_window"])
+        told = ", ".join(f"`{g}` {kl_of(c):.4f} ({100 * c['change']['value']:+.1f} %)" for g, c in cells.items() if c)
+        word = {-1: "no", 0: "undecided", 1: "yes"}[sign(change)]
         yield (
-            f"*Kept gates should be renormalised to their old sum*: **{word}**. ACE at 50 %: {said}; the best of the others "
-            f"changes perplexity by {100 * change.value:+.1f} % ({100 * change.low:+.1f}…{100 * change.high:+.1f})."
+            f"*Kept gates should be renormalised to their old sum*: **{word}**. KL of ACE at 50 %, and its change of perplexity: "
+            f"{told}; `{best}` changes KL by {in_per_cent(change)} %."
         )
+
+
+def in_per_cent(change: Interval, digits: int = 0) -> str:
+    """ "-20 (-25…-14)"; without bounds where there are too few windows."""
+    numbers = [f"{100 * x:+.{digits}f}" for x in (change.value, change.low, change.high) if x is not None]
+    return numbers[0] if len(numbers) == 1 else f"{numbers[0]} ({numbers[1]}…{numbers[2]})"
 
 
 def best(results: Results) -> Iterator[str]:
@@ -116,12 +129,12 @@ def best(results: Results) -> Iterator[str]:
             c for c in results["cells"] if c["budget"] == budget and c["method"] not in results["references"] and met(c)
         ]
         if cells:
-            winner = min(cells, key=lambda c: c["perplexity"])
+            winner = min(cells, key=kl_of)
             found.append(
-                f"{100 * budget:.0f} % `{winner['method']}` with gain `{winner['gain']}` ({winner['perplexity']:.2f})"
+                f"{100 * budget:.0f} % `{winner['method']}` with gain `{winner['gain']}` ({kl_of(winner):.4f})"
             )
     if found:
-        yield f"Lowest perplexity of all, {results['dense']['perplexity']:.2f} being unskipped: {', '.join(found)}."
+        yield f"Lowest KL of all: {', '.join(found)}."
 
 
 def norms(results: Results) -> Iterator[str]:

@@ -1,4 +1,7 @@
-"""docs/results.md from the stored results, and from nothing else."""
+"""docs/results.md from the stored results of `ace compare` and `ace study thresholds`, and from nothing else.
+
+python benchmarks/study_page.py
+"""
 
 from __future__ import annotations
 
@@ -7,69 +10,99 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from study_claims import claims, met, paired
+from study_claims import claims, in_per_cent, met, paired
 
-from ace_moe.evaluate.compare import cell_at
+from ace_moe.evaluate.compare import cell_at, kl_of
 from ace_moe.evaluate.store import read_json
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 DOCUMENT = ROOT / "docs" / "results.md"
 MODELS = {
-    "lab": "lab-moe: 86 M parameters, 8 layers, 64 experts, top-8, trained from scratch on 121 M tokens of mixed text",
-    "demo": "demo-moe: 7.6 M parameters, 6 layers, 32 experts, top-8, the model that ships with the package",
+    "lab_moe": "lab-moe: Qwen3-MoE, 86 M parameters, 8 layers, 64 experts, top-8, normalised softmax gates",
+    "lab_olmoe": "lab-olmoe: OLMoE, 12.8 M parameters, 64 experts, top-8, softmax gates that are not normalised, skewed routing",
+    "lab_glm": "lab-glm: GLM-4-MoE, 11.7 M parameters, 64 experts, top-8, sigmoid router with bias, shared expert",
+    "demo_moe": "demo-moe: Qwen3-MoE, 7.6 M parameters, 6 layers, 32 experts, top-8, the model that ships with the package",
 }
-GAINS = {"kept": "the paper's", "power": "the default here", "none": "gates as they are"}
+GAINS = {"power": "the default here", "kept": "the paper's"}
+RIVALS = (
+    "fixed",
+    "share:squared=true",
+    "top_p",
+    "top_p:squared=true",
+    "ace",
+    "gsp",
+    "rcr",
+    "aimer",
+    "naee",
+    "modes",
+    "reap",
+)
 Results = dict[str, Any]
 
 HEAD = """# Results
 
-Every method on two small models, measured with the commands given at each section and written by
-`python benchmarks/study.py --write` from `benchmarks/results/*.json`. Nothing on this page is typed by hand.
+Methods on small models of three kinds of router, measured with the commands given at each section and written by
+`python benchmarks/study_page.py` from `benchmarks/results/*.json`. Nothing on this page is typed by hand.
 
-Both models have the Qwen3-MoE architecture and were trained from scratch; they are far smaller than what people serve, and
-lab-moe is not part of the package. The order of methods can differ on your model: `ace compare` makes these tables for it.
+The models were trained from scratch on mixed text; they are far smaller than what people serve, and only demo-moe is part of
+the package. The order of methods can differ on your model: `ace compare` makes these tables for it.
 
-How to read a cell: perplexity, and in brackets the 95 % interval of its change against the unskipped model in per cent. The
-interval is paired (same windows) and bootstrapped over windows. `*`: the realised ratio is more than half a point off the
-budget. `–`: the method cannot meet that budget. Skipped slots are not computed in any of these runs.
+Methods are judged by KL to the unskipped model in nats a token ([why](evaluation.md)). How to read a cell: KL, and in brackets
+the change of perplexity in per cent. `*`: the realised ratio is more than half a point off the budget. `–`: the method cannot
+meet that budget or was not measured there. `fixed`, which knows steps of 1/k alone, stands at its steps, and the others there
+too. Skipped slots are not computed in any of these runs. Comparisons are paired (same windows), their 95 % intervals
+bootstrapped over windows; a claim is decided at the budgets where that interval is clear of 0.
 """
 
 
 def page(folder: Path) -> str:
-    parts = [HEAD]
-    for name, title in MODELS.items():
-        found = {kind: _stored(folder, kind, name) for kind in ("compare", "findings", "thresholds")}
-        if found["compare"] or found["findings"]:
-            parts += model_part(title, found) + tasks(folder / f"tasks_{name}.json")
+    found = {name: _stored(folder, "compare", name) for name in MODELS}
+    known = {name: results for name, results in found.items() if results}
+    parts = [HEAD, *summary(known)]
+    for name, results in known.items():
+        thresholds = _stored(folder, "thresholds", name)
+        parts += model_part(MODELS[name], results, thresholds)
+        parts += tasks(folder / "tasks_lab.json") if name == "lab_moe" else []
+        parts += stability(thresholds) if thresholds else []
     return "\n".join(parts)
 
 
 def _stored(folder: Path, kind: str, name: str) -> Results | None:
-    paths = {
-        "compare": ("compare", f"compare_{name}.json"),
-        "findings": ("compare", f"compare_{name}_findings.json"),
-        "thresholds": ("study thresholds", f"thresholds_{name}.json"),
+    path, kinds = folder / f"{kind}_{name}.json", {"compare": "compare", "thresholds": "study thresholds"}
+    return read_json(path, kinds[kind]) if path.exists() else None
+
+
+def summary(known: dict[str, Results]) -> list[str]:
+    """KL at 50 % with the default gain, every method on every model, best first by the mean of ranks."""
+    cells = {
+        m: [cell_at(r, m, "power", 0.5) for r in known.values()]
+        for r in known.values()
+        for m in r["grid"]["methods"]
+        if m not in r["references"]
     }
-    stored_kind, file = paths[kind]
-    return read_json(folder / file, stored_kind) if (folder / file).exists() else None
+    order = sorted(cells, key=lambda m: sum(_rank(r, m) for r in known.values()))
+    rows = [[f"`{m}`", *map(shown, cells[m])] for m in order if any(cells[m])]
+    names = [MODELS[name].split(":")[0] for name in known]
+    return ["## All models at 50 %, gain `power`\n", table(["method", *names], rows)] if known else []
 
 
-def model_part(title: str, found: dict[str, Results | None]) -> list[str]:
-    main, findings, thresholds = found["compare"] or found["findings"], found["findings"], found["thresholds"]
-    assert main is not None
+def _rank(results: Results, method: str) -> int:
+    mine = cell_at(results, method, "power", 0.5)
+    kls = [kl_of(c) for c in results["cells"] if (c["gain"], c["budget"]) == ("power", 0.5)]
+    return len(kls) if mine is None else sum(kl < kl_of(mine) for kl in kls)
+
+
+def model_part(title: str, results: Results, thresholds: Results | None) -> list[str]:
     parts = [
         f"## {title}\n",
-        setting(main),
+        setting(results),
         "### What holds of the paper's claims\n",
-        bullets(claims(main, thresholds)),
+        bullets(claims(results, thresholds)),
     ]
-    for gain in (g for g in GAINS if g in main["grid"]["gains"]):
-        parts += [f"### Perplexity with gain `{gain}` ({GAINS[gain]})\n", quality(main, gain)]
-    parts += refusals(main) + ablations(main) + rivals(main) + oracle(main)
-    if found["compare"] and findings:
-        parts += uncorrected(findings)
-    return parts + (stability(thresholds) if thresholds else [])
+    for gain in (g for g in GAINS if g in results["grid"]["gains"]):
+        parts += [f"### KL with gain `{gain}` ({GAINS[gain]})\n", quality(results, gain)]
+    return parts + refusals(results) + gains(results) + rivals(results) + oracle(results)
 
 
 def setting(results: Results) -> str:
@@ -80,7 +113,7 @@ def setting(results: Results) -> str:
         if text["windows"] < 16
         else ""
     )
-    corrected = "Budgets are corrected on the skipped model." if results["identity"]["correct"] else ""
+    corrected = "Budgets are corrected on the skipped model." if results["identity"]["correct"] else "τ from one pass."
     return (
         f"{text['windows']} windows of {text['window']:,} tokens of {text['name']}, {results['identity']['dtype']}, on "
         f"{where}; torch {used['torch']}, transformers {used['transformers']}. Unskipped perplexity "
@@ -108,9 +141,7 @@ def per_cent(value: float, digits: int = 0) -> str:
 def shown(cell: Results | None) -> str:
     if cell is None:
         return "–"
-    mark = "" if met(cell) else "\\*"
-    low, high = (100 * cell["change"][side] for side in ("low", "high"))
-    return f"{cell['perplexity']:.2f}{mark} ({low:+.1f}…{high:+.1f})"
+    return f"{kl_of(cell):.4f}{'' if met(cell) else chr(92) + '*'} ({100 * cell['change']['value']:+.1f})"
 
 
 def row(results: Results, method: str, gain: str) -> list[str] | None:
@@ -119,18 +150,31 @@ def row(results: Results, method: str, gain: str) -> list[str] | None:
 
 
 def budgets_of(results: Results) -> list[str]:
-    return [per_cent(b) for b in results["grid"]["budgets"]]
+    return [f"{100 * b:g} %" for b in results["grid"]["budgets"]]
 
 
 def quality(results: Results, gain: str) -> str:
-    """Methods by their perplexity at 50 %, best first; the oracles, which save nothing, last."""
+    """Methods by their KL at 50 %, best first; the oracles, which save nothing, last."""
 
     def place(method: str) -> tuple[bool, float]:
         cell = cell_at(results, method, gain, 0.5)
-        return method in results["references"], cell["perplexity"] if cell else float("inf")
+        return method in results["references"], kl_of(cell) if cell else float("inf")
 
     rows = [made for m in sorted(results["grid"]["methods"], key=place) if (made := row(results, m, gain))]
     return table(["method", *budgets_of(results)], rows)
+
+
+def gains(results: Results) -> list[str]:
+    """What was measured with every gain."""
+    known = {m: [row(results, m, g) for g in results["grid"]["gains"]] for m in results["grid"]["methods"]}
+    rows = [
+        [made[0], gain, *made[1:]]
+        for found in known.values()
+        if all(found) and len(found) > len(GAINS)
+        for gain, made in zip(results["grid"]["gains"], found, strict=True)
+        if made
+    ]
+    return ["### Gains\n", table(["method", "gain", *budgets_of(results)], rows)] if rows else []
 
 
 def refusals(results: Results) -> list[str]:
@@ -141,39 +185,16 @@ def refusals(results: Results) -> list[str]:
     return ["### Budgets that were refused\n", bullets(lines)] if lines else []
 
 
-def ablations(results: Results) -> list[str]:
-    parts = []
-    groups = {
-        "Components: one table, or both": ("gsp", "rcr", "ace"),
-        "Fusion of the two views": ("ace:fusion=min", "ace:fusion=mean", "ace"),
-    }
-    for title, methods in groups.items():
-        rows = [
-            [m, gain, *made[1:]]
-            for gain in results["grid"]["gains"]
-            for m in methods
-            if (made := row(results, m, gain))
-            for m in [f"`{'ace (max)' if 'Fusion' in title and m == 'ace' else m}`"]
-        ]
-        parts += [f"### {title}\n", table(["method", "gain", *budgets_of(results)], rows)]
-    return parts
-
-
 def rivals(results: Results) -> list[str]:
     """Paired changes against the plain gate share, which needs no table."""
-    chosen = ("ace", "gsp", "rcr", "top_p", "relative", "aimer", "naee", "modes", "reap", "alloc_t")
     rows = []
-    for gain in results["grid"]["gains"]:
-        for method in chosen:
+    for gain in (g for g in GAINS if g in results["grid"]["gains"]):
+        for method in RIVALS:
             found = [paired(results, method, "share", gain, b) for b in results["grid"]["budgets"]]
             if any(found):
-                rows.append([f"`{method}`", gain, *(_against(one) for one in found)])
-    head = "Change of perplexity against `share` at the same gain and budget, in per cent, with its 95 % interval.\n"
+                rows.append([f"`{method}`", gain, *("–" if c is None else in_per_cent(c) for c in found)])
+    head = "Change of KL against `share` at the same gain and budget, in per cent, with its 95 % interval.\n"
     return ["### Against a plain gate share\n", head, table(["method", "gain", *budgets_of(results)], rows)]
-
-
-def _against(change: Any) -> str:
-    return "–" if change is None else f"{100 * change.value:+.1f} ({100 * change.low:+.1f}…{100 * change.high:+.1f})"
 
 
 def oracle(results: Results) -> list[str]:
@@ -188,19 +209,6 @@ def oracle(results: Results) -> list[str]:
     )
     columns = ["layer", *(f"{n}, slots" for n in names), *(f"{n}, experts" for n in names)]
     return ["### What the tables know\n", head, table(columns, rows)]
-
-
-def uncorrected(results: Results) -> list[str]:
-    rows = []
-    for budget in results["grid"]["budgets"]:
-        cells = [c for c in results["cells"] if c["budget"] == budget and c["method"] not in results["references"]]
-        missed = [c["realised"] - budget for c in cells]
-        rows.append([per_cent(budget), *(f"{100 * f(missed):+.2f}" for f in (min, max)), str(len(cells))])
-    head = (
-        "Realised ratio minus budget, in points, when thresholds come from one quantile pass of the unskipped model and are used "
-        "as they are (the paper's protocol). A skipped model sees other hidden states, so ratios drift; correction removes it.\n"
-    )
-    return ["### Without correction\n", head, table(["budget", "lowest", "highest", "cells"], rows)]
 
 
 def tasks(path: Path) -> list[str]:
@@ -260,3 +268,7 @@ def stability(results: Results) -> list[str]:
         "passes.\n",
         table(["way", "passes", "seconds", "worst miss, points"], third),
     ]
+
+
+if __name__ == "__main__":
+    DOCUMENT.write_text(page(RESULTS), encoding="utf-8")

@@ -67,6 +67,7 @@ def test_commands_have_base_names_only(tmp_path: Path, monkeypatch: pytest.Monke
     ]
     assert command(given) == "ace budget lab Qwen/Qwen3-30B-A3B --text text.txt --out=r.json p.st"
     assert command(["ace", "--budgets", "0.1:0.6:0.1", "--skip=0.5"]) == "ace --budgets 0.1:0.6:0.1 --skip=0.5"
+    assert command(["/x/ace_moe/__main__.py", "tables", "m"]) == "ace tables m"  # python -m ace_moe
 
 
 def test_versions_that_differ_are_named() -> None:

@@ -22,7 +22,7 @@ from .policies import AUTO, Policy
 from .progress import told
 from .runtime import Runtime, merge
 from .runtime.rows import BUDGETS, Budget
-from .runtime.settings import Skip, by_phase, check_budget, check_tables, check_threshold, policy_for
+from .runtime.settings import Skip, alignment, by_phase, check_budget, check_tables, check_threshold, policy_for
 from .runtime.tracking import Control, check_control, look_up
 from .sharing import load_plan
 from .tables import TABLES
@@ -140,12 +140,16 @@ class ACE:
         self.skip = dict(skip) if isinstance(skip, Mapping) else skip
 
     def _set(self, skip: Skip, number: int = 0) -> None:
+        statistics = alignment(self.plan, self.policy, skip, self.workload)
         tau, targets = look_up(self.plan, self.policy, skip, self.workload, self.control)
         self.runtime.set(tau, number, targets)
+        self.runtime.align(statistics)
 
     @contextmanager
     def rows(self, budgets: Sequence[Skip]) -> Iterator[None]:
         """Inside, each sequence of a batch has the budget at its place; `report()["requests"]` tells them apart."""
+        if self.policy.aligned:
+            raise BudgetError("Under `aligned` sequences have one budget: its statistics are of one τ.")
         if self._attachment is None:
             raise IntegrationError("Budgets for single sequences need an attached model: `ace.attach(model)` first.")
         numbers = torch.tensor([self._number(budget) for budget in budgets])
@@ -179,7 +183,10 @@ class ACE:
 
     def set_threshold(self, threshold: float | Tensor) -> None:
         """τ itself, for all phases or as [prefill, decode] or [prefill, decode, verify]."""
-        self.runtime.set(check_threshold(threshold))
+        tau = check_threshold(threshold)
+        if self.policy.aligned and tau.any():
+            raise BudgetError("Under `aligned` a τ needs statistics of its own: set a mapped budget with `set_skip`.")
+        self.runtime.set(tau)
         self.runtime.reset()
         self.skip = None
 

@@ -38,7 +38,8 @@ def provenance(
 
 def command(argv: Sequence[str]) -> str:
     """As it was typed, with base names of files: where they lay is nobody's business."""
-    return " ".join([Path(argv[0]).name, *(_short(part) for part in argv[1:])])
+    name = Path(argv[0]).name
+    return " ".join(["ace" if name == "__main__.py" else name, *(_short(part) for part in argv[1:])])
 
 
 def _short(part: str) -> str:

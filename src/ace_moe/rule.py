@@ -185,6 +185,15 @@ def decide(protected: Tensor, gates: Tensor, threshold: Tensor | float, gain: Ga
     return keep, rescale(gates, keep, gain)
 
 
+# ---- repairs of a skipped sum ---------------------------------------------------------------------------------------------
+
+
+def align(sums: Tensor, lost: Tensor, statistics: Tensor) -> Tensor:
+    """sums [T, d] with those of the tokens that `lost` [T] a slot times a scale plus a shift, which `statistics` [2, d] has."""
+    scale, shift = statistics
+    return torch.where(lost.unsqueeze(-1), (sums.float() * scale + shift).to(sums.dtype), sums)
+
+
 # ---- what stands in for a skipped slot ----------------------------------------------------------------------------------
 
 

@@ -18,6 +18,7 @@ from ace_moe.demo import MODEL, TEXT
 from ace_moe.errors import AceError, DeviceError, StructureError
 from ace_moe.loading import load_model, load_tokenizer
 from ace_moe.planning import map_budgets
+from ace_moe.provenance import FIELDS
 from ace_moe.text import cut
 
 STEPS = 8
@@ -61,7 +62,7 @@ def test_rows_of_a_run(model):
         assert row.shares == sorted(row.shares, reverse=True)
     assert rows[-1].executed < rows[-1].experts
     assert model.config._experts_implementation == "grouped_mm"
-    assert len(result("x", rows)["rows"]) == 6
+    assert len(result({"command": "x"}, rows)["rows"]) == 6
 
 
 def test_experts_read_are_those_of_the_steps_that_are_timed(model):
@@ -205,6 +206,7 @@ def test_the_file_says_how_a_shape_was_made_to_route(tmp_path, monkeypatch):
     assert done.exit_code == 0, done.output
     stored = json.loads(path.read_text())
     assert stored["routing"]["kind"] == "skewed"
+    assert set(stored["provenance"]) == set(FIELDS) and stored["provenance"]["date"]
     assert stored["routing"]["union_16"] == pytest.approx(20, rel=0.05)
     assert "assumption" in stored["routing"]["note"]
     assert [row["what"] for row in stored["rows"]] == ["tpot", "tpot"]

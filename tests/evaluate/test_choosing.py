@@ -16,7 +16,7 @@ STEPS = (0.25, 0.375, 0.5)
 
 
 def results(model: str) -> dict[str, Any]:
-    return json.loads((ROOT / "benchmarks" / "results" / f"first_{model.replace('-', '_')}.json").read_text())
+    return json.loads((ROOT / "benchmarks" / "results" / f"compare_{model.replace('-', '_')}.json").read_text())
 
 
 def best(found: dict[str, Any], method: str, step: float) -> float:

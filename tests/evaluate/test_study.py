@@ -1,8 +1,9 @@
-"""The study's script on the embedded model, its page, and the stored results it stands on."""
+"""The study: two commands on the embedded model, the page, and the stored results it stands on."""
 
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,10 @@ from typing import Any
 import pytest
 
 from ace_moe.demo import MODEL, TEXT
+from command import run_ace
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
-import study  # noqa: E402
 import study_claims  # noqa: E402
 import study_page  # noqa: E402
 
@@ -54,7 +55,7 @@ def test_real_skipping_agrees_with_a_simulation() -> None:
     assert results["dense"]["perplexity"] == pytest.approx(61.29, rel=0.01)
     cells = {(c["method"], c["gain"], c["budget"]): c for c in results["cells"]}
     for (method, gain), row in SIMULATED.items():
-        for budget, perplexity in zip(study.BUDGETS, row, strict=True):
+        for budget, perplexity in zip((0.1, 0.2, 0.3, 0.4, 0.5, 0.6), row, strict=True):
             found = cells[method, gain, budget]["perplexity"]
             assert found == pytest.approx(perplexity, rel=0.01), (method, gain, budget)
 
@@ -68,70 +69,42 @@ def test_the_harnesses_answer_as_their_own_models_at_threshold_0() -> None:
     assert all(abs(r["realised"] - 0.5) < 0.02 for r in rows)
 
 
-def run(monkeypatch: pytest.MonkeyPatch, folder: Path, *options: object) -> None:
-    arguments = [
-        MODEL,
-        "--text",
-        TEXT,
-        "--tokens",
-        256,
-        "--window",
-        128,
-        "--batch",
-        2,
-        "--device",
-        "cpu",
-        "--name",
-        "demo",
-    ]
-    monkeypatch.setattr(sys, "argv", ["study.py", *map(str, arguments), "--out", str(folder), *map(str, options)])
-    monkeypatch.setattr(study, "BUDGETS", (0.3, 0.5))
-    study.main()
+STORED = [path for name in study_page.MODELS if (path := study_page.RESULTS / f"compare_{name}.json").exists()]
 
 
-def test_a_small_study(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Stopped by its clock it goes on; the page follows from the files; commands name files, not places."""
-    options = ("--protocol", "findings", "--methods", "share,ace", "--gains", "kept")
-    run(monkeypatch, tmp_path, *options, "--seconds", 0)
-    assert "time is up" in capsys.readouterr().out
-    first = json.loads((tmp_path / "compare_demo_findings.json").read_text())
-    assert len(first["cells"]) == 1
-    run(monkeypatch, tmp_path, *options)
-    found = json.loads((tmp_path / "compare_demo_findings.json").read_text())
-    assert found["cells"][0] == first["cells"][0] and len(found["cells"]) == 4
-    assert all(cell["passes"] == 1 for cell in found["cells"])
-    assert "/" not in found["command"].removeprefix("python benchmarks/study.py")
-    page = study_page.page(tmp_path)
+@pytest.mark.parametrize("path", STORED, ids=lambda path: path.stem)
+def test_what_the_page_shows_is_judged_by_kl(path: Path) -> None:
+    results = json.loads(path.read_text())
+    assert all(len(cell["kl_by_window"]) == results["workload"]["windows"] for cell in results["cells"])
+    for method in ("fixed", "share", "ace"):
+        cells = [c for c in results["cells"] if (c["method"], c["gain"]) == (method, "power")]
+        assert {0.25, 0.375, 0.5} <= {c["budget"] for c in cells}, method
+
+
+def test_a_small_study(tmp_path: Path) -> None:
+    """The page follows from the file a command leaves; the command names files, not places."""
+    given = ("--methods", "share,ace", "--gains", "kept,power", "--budgets", "0.3,0.375", "--no-correct")
+    sizes, out = ("--tokens", 256, "--window", 128, "--batch", 2, "--device", "cpu"), tmp_path / "compare_demo_moe.json"
+    assert run_ace("compare", MODEL, "--text", TEXT, *given, *sizes, "-o", out).code == 0
+    shutil.copy(next(study_page.RESULTS.glob("thresholds_*.json")), tmp_path / "thresholds_demo_moe.json")
+    page, found = study_page.page(tmp_path), json.loads(out.read_text())
     for cell in found["cells"]:
-        assert f"{cell['perplexity']:.2f}" in page
-    assert "What the tables know" in page and "Without correction" not in page
-
-
-def test_thresholds_between_workloads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Two texts; the page's cost table has all four ways."""
-    code = tmp_path / "code.txt"
-    code.write_text("def add(a, b):\n    return a + b\n\n\n" * 60, encoding="utf-8")
-    monkeypatch.setattr(study, "Study", lambda *given: study_study(*given, points=12))
-    options = ("--protocol", "findings", "--methods", "share", "--gains", "kept", "--workload-tokens", 128)
-    run(monkeypatch, tmp_path, *options, "--workloads", TEXT, code)
-    page = study_page.page(tmp_path)
-    for words in ("code.txt", "frontier walk", "binary search", "Thresholds of one workload"):
+        assert f"{cell['kl']['value']:.4f}" in page
+    for words in ("37.5 % |", "frontier walk", "What the tables know", "cannot be told", found["command"]):
         assert words in page, words
+    assert "### Gains" not in page and str(tmp_path) not in page
 
 
-study_study = study.Study
-
-
-def cell(method: str, budget: float, nll: float, realised: float | None = None) -> dict[str, Any]:
-    losses = [nll + 0.01 * n for n in range(8)]
+def cell(method: str, budget: float, kl: float, realised: float | None = None) -> dict[str, Any]:
+    kls = [kl + 0.01 * n for n in range(8)]
     realised = budget if realised is None else realised
-    return {"method": method, "gain": "kept", "budget": budget, "nll": losses, "targets": 8, "realised": realised}
+    return {"method": method, "gain": "kept", "budget": budget, "kl_by_window": kls, "realised": realised}
 
 
 def test_claims_are_decided_by_intervals() -> None:
     """Better, worse, undecided; a budget that was missed is not compared."""
-    cells = [cell("ace", 0.3, 3.0), cell("gsp", 0.3, 3.1), cell("ace", 0.5, 3.2), cell("gsp", 0.5, 3.1)]
-    cells += [cell("ace", 0.6, 3.3), cell("gsp", 0.6, 3.3), cell("ace", 0.7, 3.0), cell("gsp", 0.7, 3.1, realised=0.6)]
+    cells = [cell("ace", 0.3, 1.0), cell("gsp", 0.3, 1.1), cell("ace", 0.5, 1.2), cell("gsp", 0.5, 1.1)]
+    cells += [cell("ace", 0.6, 1.3), cell("gsp", 0.6, 1.3), cell("ace", 0.7, 1.0), cell("gsp", 0.7, 1.1, realised=0.6)]
     results = {"cells": cells, "grid": {"budgets": [0.3, 0.5, 0.6, 0.7]}}
     assert study_claims.tally(results, "ace", "gsp", "kept") == (1, 1, 1)
     assert study_claims.tally(results, "ace", "rcr", "kept") is None

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from ace_moe import ACE
-from ace_moe.evaluate.subject import Recorder, Subject, by_quantile, dense_pass
+from ace_moe.evaluate.subject import Recorder, Subject, by_quantile, dense_pass, identity_of
 from ace_moe.plan import Plan
 from ace_moe.planning import Passes, fit_budgets
+from ace_moe.planning.passes import attached
 from ace_moe.policies import Routing, Share, make
 from ace_moe.scoring import score
 from ace_moe.text import Windows
@@ -84,3 +87,14 @@ def test_steps_are_measured_once(subject: Subject) -> None:
         passes = Recorder(ace.runtime, subject)
         assert fit_budgets(passes, [0.3], dense=passes(0.0))[0].realised == 0.25
     assert passes.count == 2
+
+
+def test_an_attached_model_is_known_as_itself(demo_model: PreTrainedModel, demo_plan: Plan) -> None:
+    """Harnesses attach before they are asked who they are; other experts are another model."""
+    alone = identity_of(demo_model)
+    with attached(demo_model, demo_plan, make("share")):
+        assert identity_of(demo_model) == alone
+    other = copy.deepcopy(demo_model)
+    with torch.no_grad():
+        next(p for n, p in other.named_parameters() if n.endswith("down_proj")).mul_(0.2)
+    assert {k for k, v in identity_of(other).items() if v != alone[k]} == {"experts"}

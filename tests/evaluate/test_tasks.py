@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ace_moe.errors import OptionError, TaskError
+from ace_moe.errors import OptionError, ResultError, TaskError
 from ace_moe.evaluate.answers import as_number, boxed, last_number, program, same_answer
 from ace_moe.evaluate.sandbox import Limits, check_allowed, passes
 from ace_moe.evaluate.tasks import PAPER, TASKS, check_source, evaluate, find_file, parse_tasks, read_rows
@@ -247,3 +247,21 @@ def test_results_of_tasks(tmp_path: Path) -> None:
     again = evaluate(harness, ["piqa", "arc_easy"], [0.0, 0.1], {}, 100, path, {"limit": 100}, {})  # type: ignore[arg-type]
     assert harness.asked == 4 and len(again["cells"]) == 4
     assert again["cells"][:2] == found["cells"]
+
+
+def test_questions_of_one_task_are_not_mixed(tmp_path: Path) -> None:
+    """Another task may join the file; other questions under one name may not, and each cell knows its run."""
+    path, harness, rows = tmp_path / "eval.json", MadeUp(), {"piqa": [{"goal": "a"}]}
+    record = {"command": "ace eval", "version": "1", "date": "now"}
+
+    def run(tasks: list[str], given: dict[str, Any], command: str) -> dict[str, Any]:
+        about = {"provenance": {**record, "command": command}}
+        return evaluate(harness, tasks, [0.0], given, 100, path, {"limit": 100}, about)  # type: ignore[arg-type]
+
+    run(["piqa"], rows, "ace eval one")
+    found = run(["piqa", "arc_easy"], {**rows, "arc_easy": [{"query": "b"}]}, "ace eval two")
+    assert [found["runs"][cell["run"]]["command"] for cell in found["cells"]] == ["ace eval one", "ace eval two"]
+    for other in ({"piqa": [{"goal": "c"}]}, {}):
+        with pytest.raises(ResultError, match="questions of piqa"):
+            run(["piqa"], other, "ace eval three")
+    assert json.loads(path.read_text()) == found

@@ -30,7 +30,7 @@ from command import run_ace
 
 pytestmark = pytest.mark.long
 
-OPTIONS = ("--tokens", 256, "--window", 64, "--budgets", 0.5, "--device", "cpu", "--json")
+OPTIONS = ("--tokens", 256, "--window", 64, "--budgets", 0.5, "--device", "cpu", "--aligned", "--json")
 STOPPED = 25
 
 
@@ -95,7 +95,7 @@ def test_every_kind_of_change_is_tried(ran: dict[str, Any]) -> None:
     kinds = {(s["factor"] or "none").split("_")[1 if s["factor"] else 0] for s in settings}
     assert kinds == {"none", "branch", "sensitivity", "first"}
     assert {s["min_active"] for s in settings} == {1, 2, 3}
-    assert any(s["params"].get("compensate") == "mean" for s in settings)
+    assert {"mean", "aligned"} <= {s["params"].get("compensate") for s in settings}
     assert {"share", "top_p", "fixed", "gsp", "ace"} <= {s["policy"] for s in settings}
 
 

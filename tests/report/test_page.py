@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from ace_moe.errors import ResultError
+from ace_moe.provenance import FIELDS, file_hash
 from ace_moe.report.page import SCRIPTS, asset, embed, page, write_page
 from ace_moe.report.results import kind_of
 from command import run_ace
@@ -30,6 +31,9 @@ def test_the_command_writes_one_file(compared: Path, studied: Path, evaluated: P
     assert not re.search(r"\b(fetch|XMLHttpRequest|import)\s*\(", text)
     assert "{{" not in text.replace(json.dumps(data_of(text)), "")
     assert data_of(text)["rivals"][0]["rival"] == "share"
+    record, notes = data_of(text)["provenance"], data_of(text)["notes"]
+    assert set(record) == set(FIELDS) and record["inputs"][compared.name] == file_hash(compared)
+    assert any(note.startswith("ace compare: ") for note in notes) and file_hash(compared)[:12] in notes[-1]
 
 
 def test_its_data_are_the_results(compared: Path) -> None:

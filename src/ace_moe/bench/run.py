@@ -5,12 +5,11 @@ All paths of one size are captured first and then timed in turn, so that a machi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
 import torch
-import transformers
 from transformers import PreTrainedModel
 
 from ..ace import ACE
@@ -231,12 +230,10 @@ def read_rate(device: torch.device) -> float | None:
     return big.numel() * 4 / min(times) / 1e9
 
 
-def result(command: str, rows: Sequence[Row], ceiling: float | None = None, **facts: Any) -> dict[str, Any]:
+def result(
+    record: Mapping[str, Any], rows: Sequence[Row], ceiling: float | None = None, **facts: Any
+) -> dict[str, Any]:
+    """What is stored; `record` says what made it."""
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-    machine = {
-        "command": command,
-        "device": device,
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-    }
+    machine = {"command": record["command"], "device": device, "torch": torch.__version__, "provenance": record}
     return {**machine, "read_tb_s": ceiling, **facts, "rows": [asdict(r) for r in rows]}

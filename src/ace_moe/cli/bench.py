@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -53,6 +51,7 @@ def bench(
     """Time to first token and per output token, stock and skipped, in one run."""
     from ..bench.run import Bench, read_rate, result
     from ..plan import Plan
+    from ..provenance import file_hash, provenance
     from .bench_table import chart as draw
     from .bench_table import latency_table
 
@@ -67,7 +66,7 @@ def bench(
     windows = None if text is None else _windows(str(model), loaded, text, window, tokens)
     ceiling = read_rate(loaded.device)
     found: list[Row] = []
-    command = shlex.join(["ace", *sys.argv[1:]])
+    record = provenance(loaded.device, {p.name: file_hash(p) for p in (plan, text) if p is not None})
 
     def say(row: Row) -> None:
         found.append(row)
@@ -81,7 +80,7 @@ def bench(
     facts = {"routing": _routing_facts(routing, router) if shape else None, "fidelity": _fidelity_facts(timer, text)}
 
     def stored() -> dict[str, Any]:
-        return result(command, found, ceiling, **{name: fact for name, fact in facts.items() if fact})
+        return result(record, found, ceiling, **{name: fact for name, fact in facts.items() if fact})
 
     for size in prompts:
         list(timer.prefill(*size, paths))

@@ -104,7 +104,7 @@ PolicyName = Annotated[
 ]
 Preset = Annotated[str | None, typer.Option(help="paper: the paper's method, unchanged.")]
 GainName = Annotated[
-    str | None, typer.Option(help="How kept gates are rescaled: power, kept, none, or a number such as 1.05.")
+    str | None, typer.Option(help="How kept gates are rescaled: power, kept, none, aligned, or a number such as 1.05.")
 ]
 MinActive = Annotated[int | None, typer.Option(help="Experts that always run for a token.")]
 MinMass = Annotated[float | None, typer.Option(help="Share of a token's gate mass that always runs.")]

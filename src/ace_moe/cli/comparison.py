@@ -71,7 +71,9 @@ def compare(
             help="Fractions to skip: 0.5, 0.1,0.3 or from:to:step. Default: 10 to 60 %, and the steps of fixed."
         ),
     ] = None,
-    gains: Annotated[str, typer.Option(help="kept, power, none, or cited: each method's own.")] = "kept,power,none",
+    gains: Annotated[
+        str, typer.Option(help="kept, power, none, aligned, or cited: each method's own.")
+    ] = "kept,power,none",
     output: Out = Path("results.json"),
     plan: OptionalPlan = None,
     calibration: Annotated[

@@ -69,12 +69,12 @@ def check_folder(path: Path) -> None:
 
 
 def plan_table(plan: Plan) -> Table:
-    rows = []
+    """Those that weigh experts, layers or slots; vectors, of which a budget may have two, say nothing here."""
+    names, rows = [n for n in next(iter(plan.tables.values()), {}) if n not in plan.shapes], []
     for key, layer in plan.tables.items():
         experts = plan.fingerprint.structure[key]["experts"]
-        spread = [f"{t.min():.2f} – {t.max():.2f}" for t in layer.values()]
+        spread = [f"{layer[n].min():.2f} – {layer[n].max():.2f}" for n in names]
         rows.append([key, str(experts), *spread])
-    names = list(next(iter(plan.tables.values()), {}))
     return table(f"tables of {plan.model} (layer mean 1)", ["layer", "experts", *names], rows)
 
 

@@ -143,8 +143,8 @@ def evaluate_tasks(
     """Accuracy on tasks, zero-shot and greedy, with intervals and paired differences to the unskipped model."""
     from ..evaluate import tasks as of
     from ..evaluate.sandbox import check_allowed
+    from ..evaluate.subject import identity_of
     from ..loading import check_device, default_device
-    from ..plan import Plan
     from ..provenance import file_hash
 
     check_output(output, "results", plan)
@@ -162,8 +162,9 @@ def evaluate_tasks(
     options = settings(policy, preset, gain, None, None) | ({"workload": workload} if workload else {})
     made = _harness(harness, model, plan, options, device, batch, max_new_tokens, chat, expand)
     settled = made.ace.policy.settings
+    assert made.ace.attachment is not None
     identity = {
-        "model": Plan.load(plan).fingerprint.routers.exact,
+        **identity_of(made.ace.attachment.model()),
         **{"harness": harness, "limit": limit, "policy": settled, "batch": batch, "cap": max_new_tokens, "chat": chat},
         **({"expand": True} if expand else {}),
     }

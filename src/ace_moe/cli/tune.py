@@ -47,6 +47,9 @@ def tune(
         bool,
         typer.Option(help="Also try the mean of skipped experts, which vLLM does not run: it then gets the next best."),
     ] = True,
+    aligned: Annotated[
+        bool, typer.Option(help="Also try aligned sums: torch path of transformers, and these budgets, alone.")
+    ] = False,
     allow_other_weights: AllowOtherWeights = False,
     device: Device = None,
     expand: Expand = False,
@@ -79,7 +82,7 @@ def tune(
         update(plan, read, replace(now, made=(*had.made, record)))
 
     windows = text_for(loaded, model, text, window, tokens)
-    found = search(loaded, had, windows, wanted, path=plan, mean=mean, save=save)
+    found = search(loaded, had, windows, wanted, path=plan, mean=mean, aligned=aligned, save=save)
     if as_json:
         return print_json({"plan": str(plan), **found.recommendation, "tried": found.tried})
     out.print(_tried(found.tried, wanted))
@@ -126,4 +129,4 @@ def _warn(recommendation: dict[str, Any]) -> None:
             f"KL is lower than the gate share's, perplexity up to {worse:.1%} higher: look at a task that matters to you"
         )
     if recommendation["served"] != recommendation["settings"]:
-        note("the mean of skipped experts runs in transformers alone; vLLM takes the best choice without it")
+        note("what repairs skipped sums runs in transformers alone; vLLM takes the best choice without it")

@@ -11,6 +11,7 @@ from ..errors import OptionError
 from ..plan import Plan
 from ..policies import POLICIES, PRESETS, Policy, find, make
 from ..policies import parse as parse_method
+from ..policies.base import ALIGNED
 from ..rule import GAINS
 
 CITED = "cited"  # each method with the gain of its own paper
@@ -78,7 +79,7 @@ class Grid:
     def calibrated(self) -> bool:
         """Whether any of the methods needs a text."""
         names = (parse_method(method)[0] for method in self.methods)
-        return any(find(name).calibrated for name in names if name not in PRESETS)
+        return ALIGNED in self.gains or any(find(name).calibrated for name in names if name not in PRESETS)
 
 
 def first_methods(plan: Plan) -> tuple[str, ...]:
@@ -108,7 +109,8 @@ def parse_methods(text: str) -> tuple[str, ...]:
 
 def parse_gains(text: str) -> tuple[str, ...]:
     gains = tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
-    wrong = [gain for gain in gains if gain not in (*GAINS, CITED)]
+    wrong = [gain for gain in gains if gain not in (*GAINS, ALIGNED, CITED)]
     if wrong or not gains:
-        raise OptionError(f"gains are some of {', '.join(GAINS)} and {CITED} (each method's own), not {text!r}.")
+        known = ", ".join((*GAINS, ALIGNED))
+        raise OptionError(f"gains are some of {known} and {CITED} (each method's own), not {text!r}.")
     return gains

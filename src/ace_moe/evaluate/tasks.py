@@ -6,6 +6,7 @@ The paper's settings: zero-shot, greedy, at most 1,024 generated tokens for ARC 
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -15,13 +16,13 @@ from typing import Any, Protocol
 from .. import progress
 from ..ace import ACE
 from ..checkpoint.model import called
-from ..errors import OptionError, TaskError, brief
+from ..errors import OptionError, ResultError, TaskError, brief
 from ..files import expand
 from ..provenance import provenance
 from ..statistics import mean_difference, mean_interval
 from .answers import boxed, last_number, program, same_answer
 from .sandbox import passes
-from .store import open_results, write_json
+from .store import begin_run, open_results, write_json
 
 KIND = "eval"
 SHORT, LONG = 1024, 2048  # generated tokens, as in the paper
@@ -242,8 +243,10 @@ def evaluate(
     facts: Results,
 ) -> Results:
     """Every task at every budget that is not in the file yet; each cell is written as soon as it is there."""
-    results = open_results(path, KIND, identity) | facts
+    results = open_results(path, KIND, identity) | {k: v for k, v in facts.items() if k != "provenance"}
     results.setdefault("cells", [])
+    _same_questions(results, {task: _questions(rows.get(task)) for task in tasks}, path)
+    number = begin_run(results, facts.get("provenance", {}))
     with progress.task("tasks", len(skips) * len(tasks)) as bar:
         for skip in sorted(skips):  # the unskipped model first: the others are compared with it
             for task in tasks:
@@ -251,10 +254,29 @@ def evaluate(
                     harness.set_skip(skip)
                     metric, questions = harness.ask(task, rows.get(task), limit)
                     cell = _cell(results, task, skip, metric, questions)
-                    results["cells"].append(cell | {"realised": harness.realised})
+                    results["cells"].append(cell | {"realised": harness.realised, "run": number})
                     write_json(path, results)
                 bar.advance()
     return results
+
+
+def _questions(rows: Sequence[Row] | None) -> str:
+    """What was asked: the sha256 of the questions, or that they are the harness's own."""
+    if rows is None:
+        return "the harness's"
+    return hashlib.sha256(json.dumps(list(map(dict, rows)), sort_keys=True).encode()).hexdigest()
+
+
+def _same_questions(results: Results, asked: Mapping[str, str], path: Path) -> None:
+    """Cells of one task are of the same questions; a file may be continued with other tasks."""
+    had = results.setdefault("questions", {})
+    for task, now in asked.items():
+        if any(cell["task"] == task for cell in results["cells"]) and had.get(task) != now:
+            raise ResultError(
+                f"{path} holds another measurement: the questions of {task} are other ones. Choose another file with --out, or "
+                "delete this one."
+            )
+    had.update(asked)
 
 
 def facts(model: str, device: object = "cpu", inputs: Mapping[str, str] | None = None) -> Results:

@@ -10,6 +10,7 @@ from dataclasses import replace
 from ..errors import AceError
 from ..plan import Plan
 from ..policies import Share, TokenPolicy, make
+from ..policies.base import ALIGNED
 from ..runtime.settings import check_budget, check_tables
 from ..tables import TABLES
 
@@ -39,7 +40,7 @@ def label(policy: TokenPolicy) -> str:
     ]
     parts += [_called(policy.factor)] if policy.factor else []
     parts += [f"floor {policy.min_active}"] if policy.min_active > 1 else []
-    return ", ".join([*parts, *(["mean"] if policy.compensate else [])])
+    return ", ".join([*parts, *([policy.compensate] if policy.compensate else [])])
 
 
 def _called(table: str) -> str:
@@ -76,6 +77,11 @@ def factors(best: Sequence[TokenPolicy], names: Sequence[str]) -> Iterator[Token
 
 def floors(best: Sequence[TokenPolicy]) -> Iterator[TokenPolicy]:
     yield from (replace(policy, min_active=floor) for policy in best for floor in FLOORS)
+
+
+def aligned(best: Sequence[TokenPolicy]) -> Iterator[TokenPolicy]:
+    """Skipped sums with the mean and spread of whole ones."""
+    yield from (replace(policy, compensate=ALIGNED) for policy in best)
 
 
 def means(best: Sequence[TokenPolicy]) -> Iterator[TokenPolicy]:

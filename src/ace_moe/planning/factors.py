@@ -4,22 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from .. import rule
 from ..checkpoint import MoEModel
 from ..fidelity import compare
 from ..plan import Plan
-from ..policies import Decision, Routing, TokenPolicy
-from ..policies.calibration import run_experts
+from ..policies import TokenPolicy
 from ..runtime import Runtime
-from ..runtime.layer import Observer
 from ..scoring import predict
-from .passes import Everything, attached
+from .aligned import gathered
+from .passes import attached
 
 Numbers = dict[str, float]  # by layer
 SMALLEST = 1e-3  # of the largest factor: a layer that seems not to matter still has contributions
@@ -89,35 +88,9 @@ def _skip_only(runtime: Runtime, key: str) -> None:
 # ---- the gain that fits a layer -----------------------------------------------------------------------------------------
 
 
-@torch.inference_mode()
 def fitted_gains(model: PreTrainedModel, plan: Plan, policy: TokenPolicy, ids: Sequence[Tensor], tau: float) -> Numbers:
     """c = Σ⟨y, ŷ⟩ / Σ⟨ŷ, ŷ⟩ of each layer: what brings the skipped sum ŷ closest to the whole one y, over tokens that lost a
     slot at τ, with nothing skipped before."""
-    sums: dict[str, Tensor] = {}
-    with attached(model, plan, Everything(watchers={"": policy})) as runtime:
-        beside = Runtime(plan, policy)
-
-        def make(key: str) -> Observer:
-            layer, other = (
-                runtime.layers[key],
-                beside.add(key, runtime.layers[key].mark, runtime.layers[key].counts.device),
-            )
-
-            def observer(routing: Routing, protected: Tensor | None, decision: Decision) -> None:
-                keep, experts = rule.kept(other.protected(routing), tau), layer.owner()
-                lost = ~keep.all(-1)
-                assert experts is not None and routing.hidden is not None
-                x, e, g = (
-                    routing.hidden.reshape(-1, routing.hidden.shape[-1])[lost],
-                    routing.ids[lost],
-                    routing.gates[lost],
-                )
-                y, less = (run_experts(experts, x, e, w).float() for w in (g, torch.where(keep[lost], g, 0)))
-                sums[key] = sums.get(key, torch.zeros(2)) + torch.stack([(y * less).sum(), (less * less).sum()]).cpu()
-
-            return observer
-
-        with runtime.observed(make):
-            for part in ids:
-                predict(model, part)
+    with attached(model, plan, replace(policy, gain="none", compensate=None)) as runtime:
+        sums = gathered(runtime, model, ids, tau, lambda y, less: torch.stack([(y * less).sum(), (less * less).sum()]))
     return {key: float(a / b) if b > 0 and a > 0 else 1.0 for key, (a, b) in sums.items()}

@@ -16,7 +16,7 @@ from ..policies import Policy
 from ..scoring import predict
 from ..statistics import token_interval
 from ..text import Windows
-from .passes import attached
+from .passes import Passes, attached
 
 MOST = 16  # windows: enough for an interval, few beside the passes that map
 
@@ -28,10 +28,12 @@ def judge(
     """KL, agreement and acceptance at each τ with their intervals; one batch of logits is in memory at a time."""
     part, found = windows.ids[:MOST], [Fidelity() for _ in taus]
     with attached(model, plan, policy) as runtime, progress.task("fidelity", len(part)) as task:
+        aligned = Passes(runtime, model, windows, batch)
         for ids in part.split(batch):
             with runtime.aside():
                 whole = predict(model, ids)
             for tau, sums in zip(taus, found, strict=True):
+                runtime.align(aligned.statistics(tau))
                 runtime.set(torch.full((3,), tau))
                 sums.add(compare(whole, predict(model, ids)))
             task.advance(len(ids))

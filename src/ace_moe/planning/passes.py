@@ -20,8 +20,10 @@ from ..policies import Decision, Policy, Routing, TokenPolicy
 from ..runtime import Runtime
 from ..runtime.layer import Observer
 from ..text import Windows
+from .aligned import Statistics, statistics
 from .mapping import Histogram
 
+ALIGNED_ON = 8  # windows
 Run = Callable[[PreTrainedModel, Windows, int], Any]  # reads a text in batches of windows
 
 
@@ -48,13 +50,24 @@ def attached(model: PreTrainedModel, plan: Plan, policy: Policy, sites: list[Sit
 
 
 class Passes:
-    """Passes over one text under a policy that is attached; `run` reads the text, `results` are what it returned by τ."""
+    """Passes over one text under a policy that is attached; `run` reads the text, `results` are what it returned by τ.
+
+    Where skipped sums are aligned, each τ has statistics of its own, from the first windows of `learned`, else of the text.
+    """
 
     def __init__(
-        self, runtime: Runtime, model: PreTrainedModel, windows: Windows, batch: int = 1, run: Run = read_through
+        self,
+        runtime: Runtime,
+        model: PreTrainedModel,
+        windows: Windows,
+        batch: int = 1,
+        run: Run = read_through,
+        learned: Windows | None = None,
     ):
         self.runtime, self.model, self.windows, self.batch, self.run = runtime, model, windows, batch, run
+        self.learned = windows if learned is None else learned
         self.results: dict[float, Any] = {}
+        self._statistics: dict[float, Statistics] = {}
         self.count = 0
 
     @property
@@ -63,6 +76,7 @@ class Passes:
 
     def __call__(self, threshold: float) -> Histogram:
         """What the slots contributed at this τ; policies without contributions say what they skipped."""
+        self.runtime.align(self.statistics(threshold))
         self.runtime.set(torch.full((3,), threshold))
         self.runtime.reset()
         self.count += 1
@@ -73,6 +87,15 @@ class Passes:
         with self.runtime.observed(lambda key: _into(seen)):
             self.results[threshold] = self.run(self.model, self.windows, self.batch)
         return seen
+
+    def statistics(self, threshold: float) -> Statistics:
+        """Of skipped sums at this τ, made once; none where they are not aligned."""
+        if threshold == 0 or not self.policy.aligned:
+            return {}
+        if threshold not in self._statistics:
+            parts = self.learned.ids[:ALIGNED_ON].split(self.batch)
+            self._statistics[threshold] = statistics(self.runtime, self.model, parts, threshold)
+        return self._statistics[threshold]
 
 
 def _into(seen: Histogram) -> Observer:

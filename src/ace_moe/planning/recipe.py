@@ -21,6 +21,7 @@ from ..scoring import predicts
 from ..tables.build import add_tables
 from ..text import Windows, windows_of
 from . import mapping
+from .aligned import with_statistics
 from .curves import curve_of
 from .judge import judge
 from .mapping import Dense, Fit, Histogram
@@ -109,6 +110,8 @@ def map_budgets(
             for budget in todo:
                 fits[budget] = fit_budgets(passes, [budget], correct=correct, dense=dense)[0]
                 plan = plan.with_thresholds(entries([fits[budget]], policy, windows))
+                found = passes.statistics(fits[budget].threshold)
+                plan = with_statistics(plan, policy, windows, budget, found) if found else plan
                 save(plan)
                 task.advance()
     if judged:

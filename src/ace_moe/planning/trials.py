@@ -20,7 +20,7 @@ from ..text import Windows, windows_of
 from .candidates import key_of, shape_of
 from .evidence import Part, log_kl
 from .journal import Journal, Row
-from .passes import attached, observe, read_through
+from .passes import Passes, attached, observe, read_through
 
 LOOKED_AT = 4  # windows of the dense pass that thresholds come from
 
@@ -72,16 +72,18 @@ class Trials:
             return
         self.look([policy])
         with attached(self.model, self.plan, policy, self.sites) as runtime:
+            passes = Passes(runtime, self.model, windows_of(self.windows.ids[: self.every // 2], ""))  # none held out
             while len(rows) < count:
-                rows.append(self._row(runtime, len(rows), self.taus(policy)))
+                rows.append(self._row(passes, len(rows), self.taus(policy)))
                 self.journal.save()
                 if self.task is not None:
                     self.task.advance()
 
-    def _row(self, runtime: Runtime, number: int, taus: Sequence[float]) -> Row:
-        ids = self.windows.ids[number : number + 1]
+    def _row(self, passes: Passes, number: int, taus: Sequence[float]) -> Row:
+        ids, runtime = self.windows.ids[number : number + 1], passes.runtime
         whole, row = self.reference.of(number, lambda: self._whole(runtime, number)), []
         for tau in taus:
+            runtime.align(passes.statistics(tau))
             runtime.set(torch.full((3,), tau))
             runtime.reset()
             logits = predict(self.model, ids)

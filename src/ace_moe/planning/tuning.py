@@ -63,18 +63,20 @@ def tune(
     *,
     path: str | Path | None = None,
     mean: bool = True,
+    aligned: bool = False,
     save: Save = lambda plan: None,
 ) -> Tuned:
     """The plan with what suits this model on this text: thresholds at the budgets, and a recommendation with its evidence.
 
     `path`: where the plan lies; a search that is stopped goes on from a file beside it. `mean`: whether the mean of skipped
-    experts is tried, which engines other than transformers cannot run.
+    experts is tried, which engines other than transformers cannot run. `aligned`: likewise whether skipped sums are aligned;
+    that choice holds at the budgets alone.
     """
     wanted = sorted({check_budget(b, plan.top_k) for b in budgets} - {0.0})
     _check(model, windows, wanted)
     journal = Journal(path, _identity(model, plan, windows, wanted))
     search = Search(model, plan, windows, wanted, journal)
-    best, plain = search.run(mean)
+    best, plain = search.run(mean, aligned)
     choice, runner_up = search.choose(best)
     served = choice if choice.compensate is None else search.choose(plain)[0]
     recommendation = {
@@ -121,16 +123,17 @@ class Search(Trials):
 
     # ---- stages -------------------------------------------------------------------------------------------------
 
-    def run(self, mean: bool) -> tuple[list[TokenPolicy], list[TokenPolicy]]:
+    def run(self, mean: bool, aligned: bool) -> tuple[list[TokenPolicy], list[TokenPolicy]]:
         """(the best candidates, the best in which nothing stands in for skipped slots), read to the end of the part."""
-        with progress.task("measurements", self._most(mean)) as self.task:
+        with progress.task("measurements", self._most(mean, aligned)) as self.task:
             self.task.done = self.task.before = self.journal.windows
             best = self.stage(candidates.scores())
             best = self.stage([*best, *candidates.gains(best, self._fitted(best[0]))])
             best = self.stage([*best, *candidates.factors(best, self._factors(best[0]))])
-            plain = best = self.stage([*best, *candidates.floors(best)])
-            if mean and self.has([MEAN]):
-                best = self.stage([*best, *candidates.means(best)])
+            plain = self.stage([*best, *candidates.floors(best)])
+            repaired = [*candidates.means(plain)] if mean and self.has([MEAN]) else []
+            repaired += candidates.aligned(plain) if aligned else []
+            best = self.stage([*plain, *repaired]) if repaired else plain
             for policy in dict.fromkeys([*plain, *best, BASELINE]):
                 self.measure(policy, self.every)
         return best, plain
@@ -147,9 +150,9 @@ class Search(Trials):
             left = self.ranked(left, Part(0, count))[: max(BEST, math.ceil(len(left) / KEPT))]
         return left[:BEST]
 
-    def _most(self, mean: bool) -> int:
+    def _most(self, mean: bool, aligned: bool) -> int:
         """Measurements if every stage has all its candidates."""
-        sizes = [len(candidates.SCORES), BEST * 5 + 1, BEST * 3, BEST * 2, BEST * 3 if mean else 0]
+        sizes = [len(candidates.SCORES), BEST * 5 + 1, BEST * 3, BEST * 2, BEST * (3 * mean + aligned)]
         each = [2 * n + 2 * math.ceil((n + BEST) / KEPT) + 2 * BEST for n in sizes]
         return sum(each) + 2 * BEST * max(0, self.every - ROUNDS[-1])
 

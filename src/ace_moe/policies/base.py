@@ -24,6 +24,7 @@ COMMON = ("gain", "min_active", "min_mass", "factor")
 GAIN_TABLE = "gain_"  # what a table begins with that has one gain for each layer
 MOST_GAIN = 4.0
 MEAN = "mean_output"
+ALIGNED = "aligned"
 Mapped = Literal["quantile", "search"]
 
 
@@ -81,9 +82,15 @@ class Policy(ABC):
     @property
     def tables(self) -> tuple[str, ...]:
         """All tables a layer must have: the method's own, the factor's, the gain's and what stands in for skipped slots."""
-        mean = MEAN if getattr(self, "compensate", None) else None  # not by `super()`, which no compiler sees through
+        repair = getattr(self, "compensate", None)  # not by `super()`, which no compiler sees through
+        mean = MEAN if repair == "mean" else None
         further = (self.factor, self.gain if self.gain.startswith(GAIN_TABLE) else None, mean)
         return (*self.needs, *(name for name in further if name is not None))
+
+    @property
+    def aligned(self) -> bool:
+        """Whether skipped sums get the mean and spread of whole ones, by statistics that belong to a budget."""
+        return getattr(self, "compensate", None) == ALIGNED
 
     def ready(self, name: str, table: Tensor) -> Tensor:
         """A table as the method uses it; made once for each layer."""
@@ -127,8 +134,8 @@ def _named(gain: object) -> Gain:
         value = -1.0
     if isinstance(gain, bool) or not 0 < value <= MOST_GAIN:
         raise PolicyError(
-            f"gain must be one of {', '.join(GAINS)}, a number above 0 and up to {MOST_GAIN:g}, or a table {GAIN_TABLE}… of the "
-            f"plan, not {gain!r}."
+            f"gain must be one of {', '.join(GAINS)}, a number above 0 and up to {MOST_GAIN:g}, a table {GAIN_TABLE}… of the "
+            f"plan, or {ALIGNED} for a policy that decides token by token and nothing else in `compensate`; not {gain!r}."
         )
     return f"{value:g}"
 
@@ -149,6 +156,8 @@ class TokenPolicy(Policy):
 
     `denominator` k2 divides the gates by the mass of the router's top-k2 instead of its top-k; 0 leaves them as they are.
     `compensate="mean"`: a skipped slot adds its gate times what its expert answers on average, a table from weights alone.
+    `compensate="aligned"` (LDA, arXiv 2609.09241): the sum y of a token that lost a slot becomes σ₀ (y − μ) / σ + μ₀ in each
+    of its d components; μ, σ and μ₀, σ₀ are those of skipped and whole sums on a text. `gain="aligned"`: that over `power`.
     """
 
     mapping: ClassVar[Mapped] = "quantile"
@@ -158,11 +167,14 @@ class TokenPolicy(Policy):
     compensate: str | None = None
 
     def __post_init__(self) -> None:
+        if self.gain == ALIGNED and self.compensate in (None, ALIGNED):
+            object.__setattr__(self, "compensate", ALIGNED)
+            object.__setattr__(self, "gain", "power")
         super().__post_init__()
         if not isinstance(self.denominator, int) or self.denominator < 0:
             raise PolicyError(f"denominator is a number of experts, or 0 for the model's k; not {self.denominator!r}.")
-        if self.compensate not in (None, "mean"):
-            raise PolicyError(f"compensate is mean or nothing, not {self.compensate!r}.")
+        if self.compensate not in (None, "mean", ALIGNED):
+            raise PolicyError(f"compensate is mean, {ALIGNED} or nothing, not {self.compensate!r}.")
 
     @property
     def params(self) -> dict[str, Any]:

@@ -12,6 +12,8 @@ from typing import Any
 from ..errors import ResultError
 from ..evaluate.compare import against
 from ..files import write_whole
+from ..provenance import Record, file_hash, provenance
+from ..provenance import read as known
 from .results import COMPARE, EVAL, THRESHOLDS, Results, read
 
 SCRIPTS = ("base.js", "compare.js", "maps.js", "studies.js", "main.js")
@@ -28,7 +30,8 @@ def write_page(paths: Sequence[Path], output: Path, rival: str | None = None, ti
     for path in paths:
         kind, found = read(path)
         kinds[kind].append(found)
-    made = page(kinds[COMPARE], kinds[THRESHOLDS], kinds[EVAL], rival, title)
+    record = provenance(inputs={path.name: file_hash(path) for path in paths})
+    made = page(kinds[COMPARE], kinds[THRESHOLDS], kinds[EVAL], rival, title, record)
     write_whole(output, made.encode(), "The page")
 
 
@@ -44,6 +47,7 @@ def page(
     tasks: Sequence[Results],
     rival: str | None = None,
     title: str | None = None,
+    record: Record | None = None,
 ) -> str:
     every = [*compare, *thresholds, *tasks]
     title = title or " · ".join(dict.fromkeys(r["model"]["name"] for r in every))
@@ -54,7 +58,8 @@ def page(
         "rivals": [row for r in compare[:1] for row in against(r, rival or default_rival(r))],
         "thresholds": list(thresholds),
         "tasks": list(tasks),
-        "notes": NOTES,
+        "notes": [*NOTES, *map(made_by, [*every, *([{"provenance": record}] if record else [])])],
+        "provenance": record,
         "commands": list(dict.fromkeys(r["command"] for r in every)),
     }
     return fill("page.html", title=html.escape(title), style=asset("style.css"), script=script(), data=embed(data))
@@ -69,6 +74,18 @@ def lead(results: Results) -> str:
     text = results["workload"]
     size = f"{text['windows']} windows of {text['window']:,} tokens"
     return f"{results['model']['architecture']} on {text['name']}, {size}, on {used['device']}. {versions}."
+
+
+def made_by(results: Results) -> str:
+    """Who made a file, in a line; what an earlier release did not write is unknown."""
+    record = known(results)
+    inputs = record["inputs"] if isinstance(record["inputs"], dict) else {}
+    of = ", ".join(f"{name} {digest[:12]}" for name, digest in inputs.items())
+    what = (
+        f"{' '.join(record['command'].split()[:2])}: ace-moe {record['version']}, commit {str(record['commit'])[:12]}"
+    )
+    changed = " with changes" if record["changed"] is True else ""
+    return f"{what}{changed}, {record['device']}, {record['date']}{f'; sha256 of {of}' if of else ''}."
 
 
 def default_rival(results: Results) -> str:

@@ -22,6 +22,8 @@ BOUNDS = items(maybe(ANY), 2, 2)
 CHANGE = record({"value": ANY, "low": maybe(ANY), "high": maybe(ANY)}, {"p": ANY})
 VERSIONS: dict[str, Schema] = {"ace_moe": text, "torch": text, "transformers": text}
 FACTS: dict[str, Schema] = {"model": record({"name": text}), "environment": record(VERSIONS), "command": text}
+MADE = record({}, {**dict.fromkeys(("command", "version", "commit", "device", "date"), text), "inputs": values(text)})
+RUNS: dict[str, Schema] = {"runs": items(MADE), "provenance": MADE}
 MEASURED: dict[str, Schema] = {"perplexity": number(0), "interval": BOUNDS, "nll": items(ANY, 1), "targets": COUNT}
 CELL = record(
     {
@@ -53,6 +55,7 @@ COMPARED = record(
     {
         "refused": values(record({"budgets": items(SHARE), "reason": text})),
         "oracle": values(values(values(ANY))),
+        **RUNS,
     },
 )
 STUDIED = record(
@@ -62,7 +65,8 @@ STUDIED = record(
         "workloads": items(record({"workload": text, "budget": SHARE, "threshold": ANY, "realised": SHARE})),
         "transfers": items(record({"from": text, "to": text, "budget": SHARE, "realised": SHARE})),
         "cost": items(record({"way": text, "passes": number(0, whole=True), "seconds": number(0), "worst": ANY})),
-    }
+    },
+    RUNS,
 )
 ANSWERED = record(
     {
@@ -73,7 +77,8 @@ ANSWERED = record(
                 | {"questions": items(ANY), "change": maybe(CHANGE)}
             )
         ),
-    }
+    },
+    RUNS,
 )
 KINDS: dict[str, Schema] = {COMPARE: COMPARED, THRESHOLDS: STUDIED, EVAL: ANSWERED}
 

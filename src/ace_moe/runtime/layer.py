@@ -46,6 +46,7 @@ class Layer(nn.Module):
     reads: Tensor
     factor: Tensor
     table_mean_output: Tensor
+    statistics: Tensor
 
     def __init__(
         self,
@@ -62,6 +63,7 @@ class Layer(nn.Module):
         votes: bool = False,
         experts: int = 1,
         width: int = 1,
+        hidden: int = 1,
     ):
         super().__init__()
         self.key, self.policy, self.state, self.mark = key, policy, state, mark
@@ -76,6 +78,10 @@ class Layer(nn.Module):
         self.trace: Callable[[Tensor, Tensor], None] | None = None  # given ids and gates as the router gave them
         with torch.inference_mode(False):
             self._make_buffers(tables, guarded, torch.device(device))
+            if (
+                policy.aligned
+            ):  # [2, d]: the scale and shift of skipped sums; without statistics they stay what they are
+                self._keep("statistics", torch.tensor([[1.0], [0.0]], device=device).repeat(1, hidden))
         self.rule = ""  # the rule as the kernels take it
         self.views: tuple[str, ...] = ()  # its tables
         self._rule: Any = None
@@ -96,7 +102,7 @@ class Layer(nn.Module):
         own = tables[form.factor] if form is not None and form.factor else 1.0
         common = torch.inf if guarded else tables[policy.factor] if policy.factor else 1.0
         self.names = policy.tables  # here, because a compiler that looks on does not see through every property
-        self.weighed, self.compensates = policy.factor is not None, MEAN in self.names
+        self.weighed, self.compensates, self.aligned = policy.factor is not None, MEAN in self.names, policy.aligned
         gain = (
             1.0 if policy.gain in rule.GAINS else tables[policy.gain] if policy.gain in tables else float(policy.gain)
         )

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..errors import BudgetError, PlanError, PolicyError
 from ..plan import Answer, Plan, missing_table
+from ..plan.shapes import aligned_tables
 from ..plan.workloads import pick
 from ..policies import AUTO, POLICIES, Policy, choose, make
 from ..policies.base import COMMON
@@ -87,6 +88,25 @@ def answers(plan: Plan, policy: Policy, skip: Skip, workload: str | None = None)
     entries = {"verify": "verify" if "verify" in skip else "decode"}  # verify follows decode unless it is named
     found = {p: plan.answer(policy.settings, b, entries.get(p, p), workload) for p, b in wanted.items()}  # type: ignore[arg-type]
     return found if len(set(wanted.values())) == 1 else {p: _apart(answer) for p, answer in found.items()}
+
+
+def alignment(plan: Plan, policy: Policy, skip: Skip, workload: str | None = None) -> dict[str, Tensor]:
+    """Scale and shift [2, d] by layer for a budget, where the policy has such; they belong to mapped budgets alone."""
+    wanted = {b for b in by_phase(skip).values() if b != 0} if policy.aligned else set()
+    if len(wanted) > 1:
+        raise BudgetError("Under `aligned` phases have one budget, or 0: its statistics are of one τ.")
+    if not wanted:
+        return {}
+    (budget,) = wanted
+    answer = plan.answer(policy.settings, budget, workload=workload)
+    names = aligned_tables(policy.settings, budget, answer.workload.sha256 if answer.workload else "")
+    if plan.lacks(names):
+        known = sorted({t.budget for t in plan.thresholds if t.fits(policy.settings)})
+        raise BudgetError(
+            f"Under `aligned` a budget has statistics of its own, and {budget:g} has none on this text; mapped are "
+            f"{', '.join(f'{b:g}' for b in known) or 'none'}. Map it with `ace budget … --gain aligned`, or leave aligned out."
+        )
+    return {key: torch.stack([layer[name] for name in names]) for key, layer in plan.tables.items()}
 
 
 def _apart(answer: Answer) -> Answer:

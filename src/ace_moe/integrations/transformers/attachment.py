@@ -27,7 +27,7 @@ from ...runtime import Layer, Runtime, row_of
 from ...runtime.executors import SENTINELS
 from .experts import CHILD, IMPLEMENTATION, UNRULED, Choice, choose_executor, has_triton
 from .generation import Told, listen
-from .modules import device_of, leaves_sentinels_out, refuse_adapters, refuse_mean, ruled, stack_of
+from .modules import device_of, leaves_sentinels_out, refuse_adapters, refuse_repair, ruled, stack_of
 from .passes import Pass
 
 MINE, PASS = "_ace_attachment", "_ace_pass"  # on the model, and on each of its stacks
@@ -76,7 +76,10 @@ class Attachment:
     """A runtime in one model. On any error the model is left as it was."""
 
     def __init__(self, model: PreTrainedModel, runtime: Runtime, sites: list[Site], dispatch: Choice = "auto"):
-        self.model, self.runtime, self.dispatch = ref(model), runtime, dispatch
+        if runtime.policy.aligned and dispatch == "kernels":
+            raise IntegrationError("`aligned` runs on the torch path: leave it or dispatch='kernels' out.")
+        self.model, self.runtime = ref(model), runtime
+        self.dispatch: Choice = "torch" if runtime.policy.aligned else dispatch
         self.passes: dict[str, Pass] = {}
         # weak: a model that its user drops without detaching is gone
         self._undo: list[tuple[ref[nn.Module], Undo]] = []
@@ -95,8 +98,8 @@ class Attachment:
                 )
             refuse_adapters(model, site)
             layer = self._add(module, site, self._pass(model, site.path))
-            if layer.mean is not None:
-                refuse_mean(model, module)
+            if layer.mean is not None or layer.aligned:
+                refuse_repair(model, module)
             if not is_registered(module):
                 self._hook_unregistered(site.path, module, layer)
             if layer.policy.needs_logits:

@@ -49,7 +49,8 @@ def _implementation(stock: Stock, ruled: bool = True) -> Stock:
             ids, gates = layer.decide(ids, gates, hidden_states)
         executor = layer.chosen.executor
         if layer.mean is None or executor.name == Kernels.name:  # the kernels add it themselves
-            return executor(stock, self, hidden_states, ids, gates)
+            found = executor(stock, self, hidden_states, ids, gates)
+            return rule.align(found, (ids == layer.mark).any(-1), layer.statistics) if layer.aligned else found
         added = rule.stand_in(ids, gates, layer.mean)
         ids, gates = torch.where(ids < 0, layer.mark, ids), torch.where(ids < 0, 0.0, gates)
         found = executor(stock, self, hidden_states, ids, gates)

@@ -56,13 +56,13 @@ def device_of(module: nn.Module) -> torch.device:
     return torch.device(parked if not isinstance(parked, int) else f"cuda:{parked}")
 
 
-def refuse_mean(model: nn.Module, module: nn.Module) -> None:
-    """What stands in for skipped slots is added once, behind experts that we run."""
+def refuse_repair(model: nn.Module, module: nn.Module) -> None:
+    """What mends a skipped sum is added once, behind experts that we run."""
     own = "" if is_registered(module) else f"{type(module).__name__} is outside transformers' experts registry"
     spread = "every rank of a tensor-parallel model would add it" if (getattr(model, "_tp_size", None) or 1) > 1 else ""
     if own or spread:
         raise IntegrationError(
-            f"Nothing can stand in for skipped slots here: {own or spread}. Leave `compensate` out, or name another --policy."
+            f"Skipped sums cannot be repaired here: {own or spread}. Leave `compensate` out, or name another --policy."
         )
 
 
