@@ -73,3 +73,24 @@ def evaluated(folder: Path) -> Path:
     path = folder / "eval.json"
     path.write_text(json.dumps({**run, "cells": cells, **FACTS}))
     return path
+
+
+@pytest.fixture(scope="session")
+def simulated(folder: Path) -> Path:
+    """As `ace simulate -o` writes it, from a trace of the embedded model."""
+    trace, path = folder / "sample.trace", folder / "simulated.json"
+    assert run_ace("trace", MODEL, "--text", TEXT, "--tokens", 512, "--window", 64, "-o", trace).code == 0
+    ran = run_ace("simulate", trace, "--skip", "0.3,0.6", "--batch", "1,4,8", "-o", path)
+    assert ran.code == 0, ran.err
+    return path
+
+
+@pytest.fixture(scope="session")
+def timed(folder: Path) -> Path:
+    """As `ace bench` writes it, with made-up times."""
+    common = {"what": "tpot", "tokens": 256, "batch": 4}
+    ways = [("grouped_mm", 0.0, 10.5), ("ace", 0.0, 6.0), ("ace", 0.6, 4.0)]
+    rows = [{**common, "path": p, "requested": s, "realised": s, "wall_ms": ms} for p, s, ms in ways]
+    path = folder / "latency.json"
+    path.write_text(json.dumps({"command": "ace bench --shape small", "device": "a card", "rows": rows}))
+    return path

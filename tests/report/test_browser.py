@@ -19,9 +19,9 @@ SPACE = "\u00a0"
 
 
 @pytest.fixture(scope="module")
-def report(compared: Path, studied: Path, evaluated: Path, folder: Path) -> Path:
+def report(compared: Path, studied: Path, evaluated: Path, simulated: Path, timed: Path, folder: Path) -> Path:
     path = folder / "report.html"
-    write_page([compared, studied, evaluated], path)
+    write_page([compared, studied, evaluated, simulated, timed], path)
     return path
 
 
@@ -47,7 +47,8 @@ def test_no_error_and_no_request(shown: Page, report: Path) -> None:
 def test_every_section_is_there(shown: Page) -> None:
     sections = shown.js("[...document.querySelectorAll('section')].map((s) => s.id)")
     assert sections == [
-        *("quality", "main-table", "rival", "layers", "tables", "oracle", "experts", "thresholds", "cost", "tasks")
+        *("advice", "quality", "main-table", "rival", "layers", "tables", "oracle", "experts"),
+        *("thresholds", "cost", "tasks", "reads", "speed"),
     ]
     assert shown.js("[...document.querySelectorAll('section')].every((s) => s.children[2].textContent.length > 0)")
 
@@ -146,6 +147,60 @@ def test_thresholds_and_tasks(shown: Page, studied: Path) -> None:
     assert tasks == ["arc_easy", "70.00", "60.00"]
     said = shown.point("#tasks td:last-child")
     assert said is not None and f"against unskipped −10.00{SPACE}%" in said
+
+
+def test_a_heading_sorts(shown: Page) -> None:
+    """Up, then down; what has no number stays behind, the unskipped model on top."""
+    column = "[...document.querySelectorAll('#main-table tbody tr')].map((r) => r.lastChild.textContent)"
+    for way in (1, -1):
+        shown.click("#main-table th:last-child button")
+        first, *rest = shown.js(column)
+        numbers = [float(text) for text in rest if text != "–"]
+        assert numbers == sorted(numbers, reverse=way < 0) and len(numbers) >= 4
+        assert rest[len(numbers) :] == ["–"] * (len(rest) - len(numbers))
+        assert first == shown.js("number(data.compare[0].dense.perplexity)")
+    assert shown.js("document.querySelector('#main-table th:last-child').getAttribute('aria-sort')") == "descending"
+
+
+def test_files_are_saved(shown: Page, results: dict, simulated: Path) -> None:  # type: ignore[type-arg]
+    """The CSV has every cell unrounded; the PNG is a picture of the drawing's size with colours in it."""
+    shown.js("var saved = []; save = (name, blob) => saved.push([name, blob]); 0")
+    for section, kind in (("main-table", "CSV"), ("quality", "PNG"), ("reads", "CSV")):
+        shown.click(f'#{section} [data-save="{kind}"]')
+    shown.js("new Promise((done) => { const wait = () => saved.length < 3 ? setTimeout(wait, 20) : done(); wait(); })")
+    texts = {name: text for name, text in shown.js("Promise.all(saved.map(async ([n, b]) => [n, await b.text()]))")}
+    table = next(text for name, text in texts.items() if name.endswith("-main-table.csv"))
+    head, *rows = [line.split(",") for line in table.split("\r\n")[:-1]]
+    found = {(r[0], r[1], float(r[2])): dict(zip(head, r, strict=True)) for r in rows}
+    assert len(rows) == len(results["cells"])
+    for c in results["cells"]:
+        row = found[c["method"], c["gain"], c["budget"]]
+        assert float(row["kl"]) == c["kl"]["value"] and float(row["change_low"]) == c["change"]["low"]
+        assert (row["kl_low"] == "") == (c["kl"]["low"] is None)
+    reads = next(text for name, text in texts.items() if name.endswith("-reads.csv"))
+    assert len(reads.split("\r\n")) - 2 == len(json.loads(simulated.read_text())["rows"])
+    picture = shown.js(
+        "createImageBitmap(saved.find(([n]) => n.endsWith('-quality.png'))[1]).then((b) => {"
+        "const p = el('canvas', { width: b.width, height: b.height }).getContext('2d'); p.drawImage(b, 0, 0);"
+        "const all = p.getImageData(0, 0, b.width, b.height).data;"
+        "const seen = new Set(); for (let i = 0; i < all.length; i += 4) seen.add(all.slice(i, i + 3).join());"
+        "return [b.width / document.querySelector('#quality svg').getBoundingClientRect().width, seen.size]; })"
+    )
+    assert picture[0] == pytest.approx(2, rel=0.01) and picture[1] > 20
+    assert shown.errors == []
+
+
+def test_reads_and_speed(shown: Page, simulated: Path) -> None:
+    """Three lines by batch; restore runs more slots and reads nothing more; bars as long as the times are."""
+    row = json.loads(simulated.read_text())["rows"][-1]
+    said = shown.point('#reads [data-line="experts read"] .hit:last-of-type')
+    assert said is not None and f"{row['reads']:.1f} of {row['asked']:.1f}" in said
+    heights = "(l) => [...l.querySelectorAll('.dot')].map((d) => Number(d.getAttribute('cy')))"
+    _, alone, restored = shown.js(f"[...document.querySelectorAll('#reads [data-line]')].map({heights})")
+    assert len(alone) == 3 and all(a >= b for a, b in zip(alone, restored, strict=True)) and alone[-1] > restored[-1]
+    widths = shown.js("[...document.querySelectorAll('#speed rect')].map((r) => Number(r.getAttribute('width')))")
+    assert [w / widths[0] for w in widths] == pytest.approx([1, 6 / 10.5, 4 / 10.5])
+    assert "4.00 · 1.50×" in shown.js("document.querySelector('#speed').textContent")
 
 
 def test_a_phone_in_the_dark(report: Path) -> None:

@@ -15,12 +15,12 @@ from ace_moe.report.page import write_page
 from command import run_ace
 from edits import replace_somewhere
 
-KINDS = ("compared", "studied", "evaluated")
+KINDS = ("compared", "studied", "evaluated", "simulated", "timed")
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @given(seed=st.data())
-@settings(max_examples=100, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 def test_edited_results(kind: str, request: pytest.FixtureRequest, tmp_path: Path, seed: st.DataObject) -> None:
     found = json.loads(request.getfixturevalue(kind).read_text())
     replace_somewhere(found, seed)

@@ -39,7 +39,7 @@ def test_the_command_writes_one_file(compared: Path, studied: Path, evaluated: P
 def test_its_data_are_the_results(compared: Path) -> None:
     """Every cell with every number but the losses by window."""
     results = json.loads(compared.read_text())
-    found = data_of(page([results], [], []))["compare"][0]
+    found = data_of(page({"compare": [results]}))["compare"][0]
     for before, after in zip(results["cells"], found["cells"], strict=True):
         assert after == {k: v for k, v in before.items() if k not in ("nll", "targets", "kl_by_window")}
     assert found["dense"]["perplexity"] == results["dense"]["perplexity"]
@@ -50,7 +50,7 @@ def test_names_cannot_break_out(compared: Path) -> None:
     """A model may be called anything."""
     results = json.loads(compared.read_text())
     results["model"]["name"] = "</script><script>alert(1)</script>{{data}}"
-    text = page([results], [], [])
+    text = page({"compare": [results]})
     assert text.count("<script") == 2
     assert data_of(text)["title"] == results["model"]["name"]
     assert "<" not in embed({"a": "<b>"})

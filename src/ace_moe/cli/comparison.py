@@ -167,7 +167,9 @@ def _facts(subject: Subject, model: str, *files: Path | None) -> dict[str, Any]:
 
 @app.command(epilog="Example: ace report results.json -o report.html")
 def report(
-    results: Annotated[list[Path], typer.Argument(help="Files of ace compare, ace study and ace eval.")],
+    results: Annotated[
+        list[Path], typer.Argument(help="Files of ace compare, study thresholds, eval, simulate, bench.")
+    ],
     output: Annotated[Path, typer.Option("--out", "--output", "-o", help="Where the page goes.")] = Path("report.html"),
     rival: Annotated[str | None, typer.Option(help="The others are compared with this method. Default: ace.")] = None,
     title: Annotated[str | None, typer.Option(help="Heading of the page. Default: the model's name.")] = None,

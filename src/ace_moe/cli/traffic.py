@@ -133,17 +133,22 @@ def simulate(
     bench: Annotated[Path | None, typer.Option(help="Times of ace bench: what a step would take there.")] = None,
     ranks: Annotated[int | None, typer.Option(help="Experts over so many ranks, in contiguous blocks.", min=1)] = None,
     seed: Annotated[int, typer.Option(help="Of the steps that are drawn.")] = 0,
+    output: Annotated[Path | None, typer.Option("--out", "-o", help="The results, for ace report.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """What a policy would skip on a trace, and how many experts a decode step would read. No model is loaded.
 
     Thresholds are quantiles of the trace. Steps are drawn from different requests.
     """
+    from ..evaluate.store import SCHEMA, write_json
     from ..plan import Plan
     from ..policies import choose
+    from ..provenance import file_hash, provenance
     from ..traces.simulate import Simulation
     from ..traces.timing import cost_of
 
+    if output is not None:
+        check_output(output, "results", trace, plan, bench)
     found = _load(trace)
     made = choose(**settings(policy, preset, gain, min_active, min_mass))
     wanted, sizes = parse_budgets(skip), _sizes(batch)
@@ -152,8 +157,15 @@ def simulate(
     taus = {budget: simulation.threshold(budget) for budget in wanted}
     rows = [_row(simulation, budget, taus[budget], size, seed, ranks, cost) for size in sizes for budget in wanted]
     facts = {"trace": trace.name, "model": found.model, "tokens": len(found), "under": found.shared()}
+    results = {**facts, "policy": made.settings, "seed": seed, "rows": rows}
+    if output is not None:
+        record = provenance(inputs={trace.name: file_hash(trace)})
+        write_json(
+            output,
+            {"schema": SCHEMA, "kind": "simulate", "command": record["command"], **results, "provenance": record},
+        )
     if as_json:
-        return print_json({**facts, "policy": made.settings, "seed": seed, "rows": rows})
+        return print_json(results)
     out.print(_table(made.key, rows))
     under = ", ".join(f"{n:,} under {skip}" for skip, n in found.shared().items())
     show.print_line(

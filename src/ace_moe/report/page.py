@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import html
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from ..errors import ResultError
+from ..evaluate.advice import advise
 from ..evaluate.compare import against
 from ..files import write_whole
 from ..provenance import Record, file_hash, provenance
 from ..provenance import read as known
-from .results import COMPARE, EVAL, THRESHOLDS, Results, read
+from .results import BENCH, COMPARE, EVAL, KINDS, SIMULATE, THRESHOLDS, Results, read
 
-SCRIPTS = ("base.js", "compare.js", "maps.js", "studies.js", "main.js")
+SCRIPTS = ("base.js", "save.js", "compare.js", "maps.js", "studies.js", "steps.js", "main.js")
 NOTES = (
     "Intervals are 95 % bootstrap intervals over windows or questions, widened for few of them; differences are paired. The "
     "realised ratio is counted while the model runs, not assumed.",
@@ -26,13 +27,12 @@ MARK = '<script type="application/json" id="data">'  # what every page of ours h
 
 def write_page(paths: Sequence[Path], output: Path, rival: str | None = None, title: str | None = None) -> None:
     """The page for these results files, of any mix of commands."""
-    kinds: dict[str, list[Results]] = {COMPARE: [], THRESHOLDS: [], EVAL: []}
+    found: dict[str, list[Results]] = {kind: [] for kind in KINDS}
     for path in paths:
-        kind, found = read(path)
-        kinds[kind].append(found)
+        kind, results = read(path)
+        found[kind].append(results)
     record = provenance(inputs={path.name: file_hash(path) for path in paths})
-    made = page(kinds[COMPARE], kinds[THRESHOLDS], kinds[EVAL], rival, title, record)
-    write_whole(output, made.encode(), "The page")
+    write_whole(output, page(found, rival, title, record).encode(), "The page")
 
 
 def is_page(path: Path) -> bool:
@@ -42,22 +42,21 @@ def is_page(path: Path) -> bool:
 
 
 def page(
-    compare: Sequence[Results],
-    thresholds: Sequence[Results],
-    tasks: Sequence[Results],
+    found: Mapping[str, Sequence[Results]],
     rival: str | None = None,
     title: str | None = None,
     record: Record | None = None,
 ) -> str:
-    every = [*compare, *thresholds, *tasks]
-    title = title or " · ".join(dict.fromkeys(r["model"]["name"] for r in every))
+    """The page for results by kind."""
+    every = [r for kind in KINDS for r in found.get(kind, ())]
+    compare = found.get(COMPARE, ())
+    title = title or " · ".join(dict.fromkeys(name for r in every if (name := model_of(r)))) or "ace-moe"
     data = {
         "title": title,
         "lead": lead(every[0]),
-        "compare": [without_windows(r) for r in compare],
+        "compare": [{**without_windows(r), "advice": advise(r)} for r in compare],
         "rivals": [row for r in compare[:1] for row in against(r, rival or default_rival(r))],
-        "thresholds": list(thresholds),
-        "tasks": list(tasks),
+        **{kind.split()[-1]: list(found.get(kind, ())) for kind in (THRESHOLDS, EVAL, SIMULATE, BENCH)},
         "notes": [*NOTES, *map(made_by, [*every, *([{"provenance": record}] if record else [])])],
         "provenance": record,
         "commands": list(dict.fromkeys(r["command"] for r in every)),
@@ -65,8 +64,16 @@ def page(
     return fill("page.html", title=html.escape(title), style=asset("style.css"), script=script(), data=embed(data))
 
 
+def model_of(results: Results) -> str:
+    """A benchmark of random weights has no model."""
+    found = results.get("model", "")
+    return found if isinstance(found, str) else found["name"]
+
+
 def lead(results: Results) -> str:
     """One sentence on what was measured, and on what."""
+    if "environment" not in results:
+        return results["command"]
     used = results["environment"]
     versions = f"ace-moe {used['ace_moe']}, torch {used['torch']}, transformers {used['transformers']}"
     if "workload" not in results:

@@ -14,7 +14,7 @@ from ..evaluate.thresholds import KIND as THRESHOLDS
 from ..files import expand
 from ..schema import Schema, items, maybe, number, record, text, values
 
-EVAL = "eval"
+EVAL, SIMULATE, BENCH = "eval", "simulate", "bench"
 Results = dict[str, Any]
 
 SHARE, ANY, COUNT = number(0, 1), number(), number(1, whole=True)
@@ -80,13 +80,23 @@ ANSWERED = record(
     },
     RUNS,
 )
-KINDS: dict[str, Schema] = {COMPARE: COMPARED, THRESHOLDS: STUDIED, EVAL: ANSWERED}
+TIME = number(1e-9)
+TIMED = record(
+    {"command": text, "rows": items(record({"what": text, "path": text, "tokens": COUNT, "batch": COUNT}
+        | {"requested": SHARE, "realised": SHARE, "wall_ms": TIME}), 1)}, {"device": text}
+)  # fmt: skip
+STEPS = record({"batch": COUNT, "skip": SHARE, "slots": SHARE, "restored": SHARE, "reads": number(0), "asked": TIME})
+SIMULATED = record({"command": text, "model": text, "trace": text, "rows": items(STEPS, 1)})
+KINDS: dict[str, Schema] = {
+    **{COMPARE: COMPARED, THRESHOLDS: STUDIED, EVAL: ANSWERED},
+    **{SIMULATE: SIMULATED, BENCH: TIMED},
+}
 
 
 def read(path: Path) -> tuple[str, Results]:
     """(kind, results) of a file that one of our commands wrote."""
     kind = kind_of(path)
-    found = read_json(path, kind)
+    found = read_json(path, kind) if kind != BENCH else json.loads(expand(path).read_text(encoding="utf-8"))
     try:
         KINDS[kind](found, "the file")
         _check_numbers(found)
@@ -100,12 +110,15 @@ def read(path: Path) -> tuple[str, Results]:
 def kind_of(path: Path) -> str:
     """What made a results file."""
     try:
-        kind = json.loads(expand(path).read_text(encoding="utf-8")).get("kind") if expand(path).is_file() else None
+        found = json.loads(expand(path).read_text(encoding="utf-8")) if expand(path).is_file() else {}
+        timed = str(found.get("command")).startswith(f"ace {BENCH} ")  # these files name no kind
+        kind = found.get("kind", BENCH if timed else None)
     except (OSError, ValueError, AttributeError, RecursionError):
         kind = None
     if not isinstance(kind, str) or kind not in KINDS:
         raise ResultError(
-            f"{path} is no results file. Give files of `ace compare`, `ace study thresholds` or `ace eval`."
+            f"{path} is no results file. Give files of `ace compare`, `ace study thresholds`, `ace eval`, `ace simulate` or "
+            "`ace bench`."
         )
     return kind
 

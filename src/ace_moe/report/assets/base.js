@@ -29,7 +29,8 @@ function linear([a, b], [from, to]) {
   return (x) => from + ((x - a) / (b - a || 1)) * (to - from);
 }
 
-function section(id, title, text, draw) {
+// `rows`: what the file has beyond what the table shows, for the download.
+function section(id, title, text, draw, rows) {
   const body = el("div");
   const made = el("section", { id }, el("h2", {}, title), el("p", {}, text), body);
   document.getElementById("main").append(made);
@@ -37,6 +38,7 @@ function section(id, title, text, draw) {
   const redraw = () => body.replaceChildren(...[draw(body.clientWidth || 640)].flat());
   redraws.push(redraw);
   redraw();
+  made.append(savers(id, body, rows));
 }
 
 const redraws = [];
@@ -81,7 +83,24 @@ for (const kind of ["pointermove", "pointerdown"]) {
 addEventListener("scroll", () => { tip.hidden = true; }, { passive: true });
 
 function table(head, rows, kind = "") {
-  return el("div", { class: "scroll" }, el("table", { class: kind },
-    el("thead", {}, el("tr", {}, head.map((cell) => el("th", {}, cell)))),
-    el("tbody", {}, rows)));
+  const body = el("tbody", {}, rows);
+  const sorter = (cell, i) => el("th", {}, el("button", { type: "button", class: "sort", title: "Sort",
+    onclick: (event) => sortBy(body, i, event.currentTarget.parentNode) }, cell));
+  return el("div", { class: "scroll" }, el("table", { class: kind }, el("thead", {}, el("tr", {}, head.map(sorter))), body));
+}
+
+// Rows by a column, upwards first; what has no number comes last, the unskipped model stays on top.
+function sortBy(body, column, header) {
+  const down = header.getAttribute("aria-sort") === "ascending", way = down ? -1 : 1;
+  const text = (row) => row.children[column].textContent;
+  const value = (row) => parseFloat(text(row).replace("−", "-").replace(/[±+]/, ""));
+  const order = (a, b) => {
+    const [x, y] = [value(a), value(b)];
+    if (column === 0 || (isNaN(x) && isNaN(y))) return way * text(a).localeCompare(text(b));
+    return isNaN(x) ? 1 : isNaN(y) ? -1 : way * (x - y);
+  };
+  const rows = [...body.children], fixed = rows.filter((row) => row.classList.contains("dense"));
+  body.append(...fixed, ...rows.filter((row) => !fixed.includes(row)).sort(order));
+  for (const other of header.parentNode.children) other.removeAttribute("aria-sort");
+  header.setAttribute("aria-sort", down ? "descending" : "ascending");
 }

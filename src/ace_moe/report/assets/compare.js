@@ -16,6 +16,7 @@ function drawCompare(results) {
   const state = { gain: start, measure: faithful ? "KL" : "change", shows: measures[0], budget: middle, shown: new Set(best) };
 
   cards();
+  if (results.advice) section("advice", "What to use", results.advice.words, () => el("pre", {}, results.advice.commands.join("\n")));
   section("quality", "Quality against budget",
     "How far each method moves the model as more expert slots are skipped. KL, in nats a token, is the distance of its predictions " +
     "from the unskipped model's; perplexity can fall when a model only gets blunter. Bands are 95\u00a0% intervals over windows, " +
@@ -23,7 +24,7 @@ function drawCompare(results) {
   section("main-table", "Main table",
     "By method and budget, nearest to the unskipped model first, the best of each column in colour. A star marks a realised ratio more than half a point off the " +
     "budget; point at a cell to see it. Methods in italics run every expert to know its output: they save nothing and show " +
-    "what a perfect score could reach.", drawTable);
+    "what a perfect score could reach. A click on a heading sorts by it; the CSV has every gain and measure.", drawTable, everyCell);
   if (data.rivals.length) section("rival", `Against ${data.rivals[0].rival}`,
     `Change of ${faithful ? "KL" : "perplexity"} against this method at the same budget and gain, on the same windows, with 95\u00a0% intervals. ` +
     "Left of the line is better.", drawRival);
@@ -52,6 +53,12 @@ function drawCompare(results) {
     return `${c.method} · gain ${c.gain}\nbudget ${percent(c.budget)}, realised ${percent(c.realised, 2)}\n${kl}` +
       `perplexity ${number(c.perplexity)} ${bounds(...c.interval, number)}\n` +
       `change ${two(c.change.value)} ${bounds(c.change.low, c.change.high, two)}`;
+  }
+
+  function everyCell() {
+    const bounds = (name) => [name, `${name}_low`, `${name}_high`], of = (found) => [found?.value, found?.low, found?.high];
+    return [["method", "gain", "budget", "realised", ...bounds("kl"), "agreement", "acceptance", "perplexity", ...bounds("change")],
+      ...results.cells.map((c) => [c.method, c.gain, c.budget, c.realised, ...of(c.kl), c.agreement?.value, c.acceptance?.value, c.perplexity, ...of(c.change)])];
   }
 
   // ---- curves ----

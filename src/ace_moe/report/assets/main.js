@@ -13,7 +13,9 @@ document.getElementById("theme").addEventListener("click", () => {
 document.getElementById("main").append(el("h1", {}, data.title), el("p", { class: "lead" }, data.lead));
 data.compare.forEach((results) => { drawCompare(results); drawMaps(results); });
 data.thresholds.forEach(drawThresholds);
-data.tasks.forEach(drawTasks);
+data.eval.forEach(drawTasks);
+data.simulate.forEach(drawReads);
+data.bench.forEach(drawSpeed);
 document.getElementById("main").append(el("footer", {}, data.notes.map((note) => el("p", {}, note)),
   data.commands.map((command) => el("p", {}, el("code", {}, command)))));
 

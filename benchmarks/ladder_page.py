@@ -1,0 +1,218 @@
+"""docs/size.md and its picture from the stored ladder: what skipping costs against size and against training.
+
+python benchmarks/ladder_page.py
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from textwrap import fill
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+RESULT, PAGE, PICTURE = (
+    ROOT / name for name in ("benchmarks/results/ladder_h200.json", "docs/size.md", "docs/size.png")
+)
+BUDGETS = (0.3, 0.5, 0.6)
+COLOURS = ("#c0392b", "#d68910", "#27ae60", "#1f6f8b")
+CLEAR = 0.1  # a change of KL by less is not called one
+Row = dict[str, Any]
+
+HEAD = """# Does skipping get cheaper with size, or with training?
+
+{answer}
+
+![KL against size, and against training tokens](size.png)
+
+One family (Qwen3-MoE, 32 experts, top-8, normalised gates) in {count} sizes that differ in width and depth alone, trained from
+scratch with one recipe on the same text in the same order, {tokens:.1f} M tokens each, then judged on {windows} windows of
+{window} tokens that none was trained on. `auto` is the default without a tuned plan (gate share, gain `power`), `paper` the
+paper's rule. Budgets are corrected to what is realised. KL is in nats a token against the same model with nothing skipped; where
+a size was trained from {seeds} seeds, the mean stands with the least and the most.
+
+"""
+TAIL = """
+## On the way
+
+KL of `auto` at 50 % by tokens read, and in brackets the perplexity of the unskipped model. A model that has learnt little has
+little to lose: read a column together with its perplexity.
+
+{way}
+These are small models after a short training; what they say of a model of 30 billion parameters is a direction, not a number.
+Measure yours with `ace compare`. {where} Made by
+
+    {command}
+"""
+
+
+def load() -> Row:
+    return json.loads(RESULT.read_text(encoding="utf-8"))
+
+
+# ---- numbers ----------------------------------------------------------------------------------------------------------
+
+
+def ends(result: Row, size: str) -> list[Row]:
+    """The last row of every seed."""
+    return [r for r in result["rows"] if r["size"] == size and r["last"]]
+
+
+def cell(row: Row, policy: str, budget: float) -> Row:
+    return next(c for c in row["cells"] if (c["policy"], c["budget"]) == (policy, budget))
+
+
+def kl(row: Row, policy: str, budget: float) -> float:
+    return cell(row, policy, budget)["kl"]["value"]
+
+
+def risen_by(row: Row, policy: str, budget: float) -> float:
+    return cell(row, policy, budget)["perplexity_change"]["value"]
+
+
+def mean(values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
+def spread(values: list[float], form: str) -> str:
+    """The mean, and its bounds where there is more than one."""
+    said = form.format(mean(values))
+    return said if len(values) == 1 else f"{said} ({form.format(min(values))}–{form.format(max(values))})"
+
+
+def sized(result: Row) -> list[str]:
+    """Sizes that came to their end, smallest first."""
+    return sorted((s for s in result["sizes"] if ends(result, s)), key=lambda s: result["sizes"][s]["parameters"])
+
+
+def by_training(result: Row, size: str) -> list[Row]:
+    return sorted((r for r in result["rows"] if (r["size"], r["seed"]) == (size, 0)), key=lambda r: r["tokens"])
+
+
+# ---- words ------------------------------------------------------------------------------------------------------------
+
+
+def change(factor: float) -> str:
+    if abs(factor - 1) < CLEAR:
+        return "stays where it is"
+    return f"falls to {factor:.2f} of what it was" if factor < 1 else f"rises to {factor:.2f} times what it was"
+
+
+def answer(result: Row) -> str:
+    """Both questions, as the numbers have it."""
+    small, large = sized(result)[0], sized(result)[-1]
+    factors = [
+        mean([kl(r, "auto", b) for r in ends(result, large)]) / mean([kl(r, "auto", b) for r in ends(result, small)])
+        for b in BUDGETS
+    ]
+    grown = ", ".join(f"at {b:.0%} {change(f)}" for f, b in zip(factors, BUDGETS, strict=True)).replace("%", " %")
+    first, *_, last = by_training(result, large)
+    trained = change(kl(last, "auto", 0.5) / kl(first, "auto", 0.5))
+    sizes = [f"{result['sizes'][s]['parameters'] / 1e6:.1f} M" for s in (small, large)]
+    verdict = "Cheaper" if max(factors) < 1 - CLEAR else "Dearer" if min(factors) > 1 + CLEAR else "Not clearly cheaper"
+    return fill(
+        f"**{verdict} with size, on this ladder.** From {sizes[0]} to {sizes[1]} parameters, KL {grown}. With training: from "
+        f"{first['tokens'] / 1e6:.0f} to {last['tokens'] / 1e6:.1f} M tokens KL of the largest at 50 % {trained}, while its "
+        f"perplexity falls from {first['perplexity']['value']:.0f} to {last['perplexity']['value']:.0f}.",
+        width=125,
+    )
+
+
+def line(cells: list[str]) -> str:
+    return f"| {' | '.join(cells)} |\n"
+
+
+def sizes_table(result: Row) -> str:
+    budgets = " / ".join(f"{b:.0%}" for b in BUDGETS).replace("%", " %")
+    head = ["parameters", "width × layers", "perplexity", f"KL `auto`, {budgets}", f"rise of perplexity, {budgets}"]
+    made = line([*head, "same top token, 50 %", f"KL `paper`, {budgets}"]) + line(["---"] * 7)
+    for size in sized(result):
+        rows, facts = ends(result, size), result["sizes"][size]
+        kls = {p: " / ".join(spread([kl(r, p, b) for r in rows], "{:.4f}") for b in BUDGETS) for p in ("auto", "paper")}
+        changes = " / ".join(spread([100 * risen_by(r, "auto", b) for r in rows], "{:+.1f}") for b in BUDGETS)
+        same = spread([100 * cell(r, "auto", 0.5)["agreement"]["value"] for r in rows], "{:.1f}")
+        facts_of = [f"{facts['parameters'] / 1e6:.1f} M", f"{facts['width']} × {facts['layers']}"]
+        perplexity = spread([r["perplexity"]["value"] for r in rows], "{:.1f}")
+        made += line([*facts_of, perplexity, kls["auto"], f"{changes} %", f"{same} %", kls["paper"]])
+    return made
+
+
+def way_table(result: Row) -> str:
+    steps = sorted({r["tokens"] for s in sized(result) for r in by_training(result, s)})
+    made = line(["parameters", *(f"{t / 1e6:.1f} M" for t in steps)]) + line(["---"] * (len(steps) + 1))
+    for size in sized(result):
+        at = {r["tokens"]: r for r in by_training(result, size)}
+        cells = [
+            f"{kl(at[t], 'auto', 0.5):.4f} ({at[t]['perplexity']['value']:.0f})" if t in at else "–" for t in steps
+        ]
+        made += line([f"{result['sizes'][size]['parameters'] / 1e6:.1f} M", *cells])
+    return made
+
+
+def page() -> str:
+    result = load()
+    made, seeds = result["provenance"], max(len(ends(result, s)) for s in sized(result))
+    where = f"{made['device']}, torch {made['libraries']['torch']}, transformers {made['libraries']['transformers']}."
+    head = HEAD.format(
+        answer=answer(result),
+        count=len(sized(result)),
+        tokens=max(r["tokens"] for r in result["rows"]) / 1e6,
+        seeds=seeds,
+        windows=result["judged_windows"],
+        window=result["window"],
+    )
+    return head + sizes_table(result) + TAIL.format(way=way_table(result), where=where, command=made["command"])
+
+
+# ---- picture ----------------------------------------------------------------------------------------------------------
+
+
+def made_from() -> str:
+    """What the picture shows goes by this; it is written into the file."""
+    return hashlib.sha256(RESULT.read_bytes() + Path(__file__).read_bytes()).hexdigest()
+
+
+def against_size(axes: Any, result: Row, value: Callable[[Row], float], **how: Any) -> None:
+    """A line through the sizes' means, and a bar over seeds."""
+    x = [result["sizes"][s]["parameters"] / 1e6 for s in sized(result)]
+    each = [[value(r) for r in ends(result, s)] for s in sized(result)]
+    axes.plot(x, [mean(e) for e in each], marker="o", markersize=4, **how)
+    axes.vlines(x, [min(e) for e in each], [max(e) for e in each], color=how["color"])
+
+
+def draw() -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    result = load()
+    figure, (size, risen, training) = plt.subplots(1, 3, figsize=(12, 3.7), dpi=150, facecolor="white")
+    for budget, colour in zip(BUDGETS, COLOURS[1:], strict=False):
+        for policy, style in (("auto", "-"), ("paper", ":")):
+            label = f"{budget:.0%}".replace("%", " %") if policy == "auto" else None
+            how = {"linestyle": style, "color": colour, "label": label}
+            against_size(size, result, lambda r: kl(r, policy, budget), **how)  # noqa: B023
+            against_size(risen, result, lambda r: 100 * risen_by(r, policy, budget), **how)  # noqa: B023
+    for name, colour in zip(sized(result), COLOURS, strict=False):
+        rows, label = by_training(result, name), f"{result['sizes'][name]['parameters'] / 1e6:.1f} M"
+        x, y = [r["tokens"] / 1e6 for r in rows], [kl(r, "auto", 0.5) for r in rows]
+        training.plot(x, y, marker="o", markersize=4, color=colour, label=label)
+    titles = ("KL, trained (dotted: paper)", "rise of perplexity (%)", "KL of auto at 50 % on the way")
+    for axes, title in zip((size, risen, training), titles, strict=True):
+        axes.set_title(title, loc="left", fontsize=10)
+        axes.set_xlabel("training tokens (M)" if axes is training else "parameters (M)")
+        axes.set_xscale("log")
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.set_ylim(bottom=min(0, axes.get_ylim()[0]))
+        axes.legend(frameon=False, fontsize=8)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.tight_layout()
+    figure.savefig(PICTURE, metadata={"Made from": made_from(), "Software": None})
+
+
+if __name__ == "__main__":
+    draw()
+    PAGE.write_text(page(), encoding="utf-8")

@@ -1,0 +1,83 @@
+"""What a comparison advises: the settings nearest to the unskipped model, how far to go with them, and the command."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from ..errors import AceError
+from ..policies import POLICIES, PRESETS, TokenPolicy, make
+from .grid import parse_method
+
+NEAR = 0.05  # nats a token: as far as is advised to go
+TIE = 1.05  # KLs within this factor are decided by perplexity
+Results = dict[str, Any]
+
+
+def advise(results: Results) -> Results | None:
+    """Words and commands, from cells whose method needs no text of its own and can be served; None if there are none."""
+    ways: dict[tuple[str, str], list[Results]] = {}
+    for cell in results["cells"]:
+        if "kl" in cell and usable(cell["method"]):
+            ways.setdefault((cell["method"], cell["gain"]), []).append(cell)
+    if not ways:
+        return None
+    cells = sorted(best(ways), key=lambda c: c["budget"])
+    return {"words": words(cells, results["workload"]), "commands": commands(cells, results["model"]["name"])}
+
+
+def usable(method: str) -> bool:
+    """Whether a method decides each token from gates and tables, so that every engine can run it. What a file names is looked
+    up among our own alone: a file must not make us import anything."""
+    try:
+        name, params = parse_method(method)
+        policy = make(PRESETS.get(name, name), **params) if name in {*POLICIES, *PRESETS} else None
+    except AceError:
+        return False
+    known = isinstance(policy, TokenPolicy) and policy.token_local and not policy.calibrated
+    return known and not (policy.needs_logits or policy.needs_norms or policy.compensate)
+
+
+def best(ways: dict[tuple[str, str], list[Results]]) -> list[Results]:
+    """The cells of one method and gain: least KL over the budgets, of near equals the least perplexity."""
+    most = max(map(len, ways.values()))
+    whole = [cells for cells in ways.values() if len(cells) == most]
+    least = min(map(_log_kl, whole))
+    return min((c for c in whole if _log_kl(c) <= least + math.log(TIE)), key=lambda c: sum(x["perplexity"] for x in c))
+
+
+def _log_kl(cells: list[Results]) -> float:
+    return sum(math.log(max(c["kl"]["value"], 1e-12)) for c in cells) / len(cells)
+
+
+def reach(cells: list[Results]) -> Results | None:
+    """The cell of the largest budget that stays near, by the upper end of its interval."""
+    near = [c for c in cells if (c["kl"]["high"] or c["kl"]["value"]) <= NEAR]
+    return near[-1] if near else None
+
+
+def words(cells: list[Results], text: Results) -> str:
+    kls = ", ".join(f"{c['kl']['value']:.4f} at {_percent(c['budget'])}" for c in cells)
+    said = f"{cells[0]['method']} with gain {cells[0]['gain']} is nearest to the unskipped model: KL {kls}. "
+    found = reach(cells)
+    if found is None:
+        said += f"It is further than {NEAR} nats a token away at every budget measured; begin lower. "
+    else:
+        same = f"{_percent(round(found['agreement']['value'], 3))} of the likeliest tokens are the same"
+        said += f"Up to {_percent(found['budget'])} it stays within {NEAR} nats a token, where {same}. "
+    return (
+        said
+        + f"Measured on {text['windows']} windows of {text['name']}: look at a task of your own before you serve it."
+    )
+
+
+def _percent(part: float) -> str:
+    return f"{100 * part:.4g} %"
+
+
+def commands(cells: list[Results], model: str) -> list[str]:
+    method, gain, budget = cells[0]["method"], cells[0]["gain"], (reach(cells) or cells[0])["budget"]
+    named = f"--preset {method}" if method in PRESETS else f"--policy {method}"
+    gains = "" if method in PRESETS or ":gain=" in method else f" --gain {gain}"
+    return [f"ace plan {model} {named}{gains} --budgets {budget:g} -o plan.safetensors",
+            f"ace serve {model} --plan plan.safetensors --skip {budget:g}"]  # fmt: skip

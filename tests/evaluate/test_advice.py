@@ -1,0 +1,60 @@
+"""What a comparison advises: least KL, ties by perplexity, no further than is near, nothing a server would refuse."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ace_moe.evaluate.advice import advise, usable
+
+
+def cell(method: str, gain: str, budget: float, kl: float, perplexity: float = 10.0) -> dict[str, Any]:
+    found = {"value": kl, "low": 0.9 * kl, "high": 1.1 * kl}
+    return {
+        "method": method,
+        "gain": gain,
+        "budget": budget,
+        "kl": found,
+        "agreement": {"value": 0.95},
+        "perplexity": perplexity,
+    }
+
+
+def results(*cells: dict[str, Any]) -> dict[str, Any]:
+    return {"cells": list(cells), "model": {"name": "m"}, "workload": {"windows": 8, "name": "t.txt"}}
+
+
+def test_the_nearest_is_advised_as_far_as_it_is_near() -> None:
+    share = [cell("share", "power", b, kl) for b, kl in ((0.5, 0.08), (0.3, 0.02), (0.4, 0.045))]
+    found = advise(
+        results(*share, cell("ace", "kept", 0.3, 0.05), cell("ace", "kept", 0.4, 0.1), cell("ace", "kept", 0.5, 0.2))
+    )
+    assert (
+        found is not None and found["words"].startswith("share with gain power") and "0.0200 at 30 %" in found["words"]
+    )
+    assert found["commands"] == ["ace plan m --policy share --gain power --budgets 0.4 -o plan.safetensors",
+                                 "ace serve m --plan plan.safetensors --skip 0.4"]  # fmt: skip
+
+
+def test_near_equals_are_decided_by_perplexity() -> None:
+    found = advise(results(cell("share", "power", 0.3, 0.020, 11.0), cell("gsp", "power", 0.3, 0.0205, 10.0)))
+    assert found is not None and found["words"].startswith("gsp ")
+
+
+def test_far_at_every_budget_says_so() -> None:
+    found = advise(results(cell("paper", "kept", 0.3, 0.2)))
+    assert found is not None and "begin lower" in found["words"] and "--preset paper --budgets" in found["commands"][0]
+
+
+@pytest.mark.parametrize(
+    "method", ["oracle", "xshare", "modes", "share:compensate=mean", "os:system", "nothing", "share:x=1"]
+)
+def test_what_cannot_be_served_is_not_advised(method: str) -> None:
+    assert not usable(method)
+    assert advise(results(cell(method, "power", 0.3, 0.001))) is None
+
+
+@pytest.mark.parametrize("method", ["share", "ace:fusion=min", "top_p:squared=true", "paper", "fixed"])
+def test_what_can_be_served_is(method: str) -> None:
+    assert usable(method)
