@@ -126,7 +126,7 @@ def test_only_listed_kernels_see_a_slot_without_expert(kernel: str, more: dict[s
     found, ids, given = chosen(module, executor=asked)
     assert torch.equal(given[ids >= 0], ids[ids >= 0])
     assert mark is None or (given[ids < 0] == mark).all()
-    assert mark is not None or (given >= 0).all() and (given < EXPERTS).all()
+    assert mark is not None or ((given >= 0).all() and (given < EXPERTS).all())
     assert str(found).removesuffix(" (not tried)") == ("redirect" if mark is None else "native")
     fused = module.quant_method.moe_kernel.fused_experts
     aware = mark is not None and backends.mode_of(fused).aware  # type: ignore[union-attr]
@@ -169,15 +169,18 @@ def test_parts_that_want_different_ids_are_redirected() -> None:
         chosen(fallback("CutlassExpertsFp8", "TritonExperts", is_sm100=True), executor="native")
 
 
-@pytest.mark.parametrize("version", ["3.5.1", "3.8", None])
-def test_triton_kernels_of_a_release_that_was_not_read_are_redirected(
-    version: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(
+    ("version", "way"), [("3.5.1", "native (not tried)"), ("3.6", "native (not tried)"), ("3.8", "redirect")]
+)
+def test_a_bit_matrix_knows_an_expert_once(version: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two slots of one token at one expert are one bit there: nothing may be redirected, also where it is asked for."""
     found = SimpleNamespace(get_triton_kernels_version=lambda: version)
     for name in ("vllm", "vllm.utils", "vllm.utils.import_utils"):
         monkeypatch.setitem(sys.modules, name, found)
-    why = backends.kernel_reason(None, type("OAITritonExperts", (), {})(), untried=True)
-    assert (why == "") == (version == "3.5.1")
+    assert str(chosen(experts("OAITritonExperts"))[0]) == way
+    if way != "redirect":
+        with pytest.raises(IntegrationError, match="experts to differ"):
+            chosen(experts("OAITritonExperts"), executor="redirect")
 
 
 @pytest.mark.parametrize(

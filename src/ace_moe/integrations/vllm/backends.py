@@ -2,7 +2,8 @@
 
 Most leave a slot of id −1 out. Those that sort ids as plain numbers leave one out whose id is the number of experts: it sorts
 behind the last of them. A kernel that is not in the table is given neither: some index memory with it. What is in the table
-and was only read, not run with poisoned experts on a GPU, is used where it is asked for (`executor: "native"`).
+and was only read, not run with poisoned experts on a GPU, is used where it is asked for (`executor: "native"`), or where
+nothing else is right.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ DROPPING = {
     "DeepEPLLPrepareAndFinalize",
     "BatchedPrepareAndFinalize",
 }
-LEGACY = "3.5.1"  # of triton_kernels: what vLLM brings; the newest sends −1 to expert 0 with weight 0
+BITS = ("3.5.1", "3.6")  # triton_kernels that route by a bit matrix; the newest sends −1 to expert 0 with weight 0
 TAKEN_OVER = "a dynamic scale per tensor would be taken over rows that were never written"
 
 
@@ -33,11 +34,16 @@ def _whole_tensor_alone(experts: Any, kernel: Any) -> str:
     return "" if experts.expert_map is not None else _whole_tensor(experts, kernel)
 
 
-def _other_release(experts: Any, kernel: Any) -> str:
+def kernels_release() -> str | None:
+    """Of triton_kernels, by vLLM's reckoning."""
     from vllm.utils.import_utils import get_triton_kernels_version
 
-    found = get_triton_kernels_version()
-    return "" if found == LEGACY else f"triton_kernels is {found}, of which {LEGACY} alone is known to leave −1 out"
+    return get_triton_kernels_version()
+
+
+def _other_release(experts: Any, kernel: Any) -> str:
+    found = kernels_release()
+    return "" if found in BITS else f"triton_kernels {found} runs skipped slots as expert 0's"
 
 
 class Mode(NamedTuple):
@@ -47,18 +53,21 @@ class Mode(NamedTuple):
     tried: bool = False  # on a GPU, with every expert that no token keeps poisoned
     aware: bool = False  # its sum over slots must be told which rows were never written
     past: bool = False  # without an expert map it is the number of experts that is left out, not −1
+    distinct: bool = False  # a token's experts must differ, so nothing can be redirected
     unless: Callable[[Any, Any], str] = lambda experts, kernel: ""  # why not this layer; empty if it may
 
 
 COUNTS = Mode("sees numbers of tokens, not ids")
 PERMUTED = "sorts ids, and its sum stops at the last expert's rows"
+BIT_MATRIX = Mode("its bit matrix has no bit for −1, and its sum passes over it", distinct=True, unless=_other_release)
 TABLE: dict[str, Mode] = {
     "TritonExperts": Mode("run on an H200, and in Triton's interpreter with poisoned rows", tried=True, aware=True),
     "TritonExperts, quantised": Mode("its alignment drops −1", aware=True, unless=_whole_tensor),
     "MarlinExperts": Mode("its alignment drops −1", aware=True),
     "HummingIndexedExperts": Mode("its alignment drops −1 and its sum passes over it"),
     "HummingGroupedExperts": Mode(PERMUTED, past=True),
-    "OAITritonExperts": Mode("its bit matrix has no bit for −1, and its sum passes over it", unless=_other_release),
+    "OAITritonExperts": BIT_MATRIX,
+    "UnfusedOAITritonExperts": BIT_MATRIX,
     "DeepGemmExperts": Mode("counts, scatters and gathers test for −1"),
     "DeepGemmFP4Experts": Mode("counts, scatters and gathers test for −1"),
     "CutlassExpertsFp8": Mode(PERMUTED, past=True, unless=_whole_tensor_alone),
@@ -121,7 +130,7 @@ def _part_reason(experts: Any, kernel: Any, untried: bool) -> str:
         return f"what {name} does with a slot that has no expert is not known"
     if getattr(kernel, "_lora_context", None) is not None:
         return "LoRA aligns all routed slots itself"
-    if not mode.tried and not untried:
+    if not (mode.tried or untried or mode.distinct):
         return f'{name} leaves skipped slots out by its source ({mode.evidence}), not tried on a GPU; executor "native" uses it'
     return mode.unless(experts, kernel)
 
@@ -130,6 +139,15 @@ def passes(experts: Any, kernel: Any) -> bool:
     """Whether the id of a slot to leave out is the number of experts, not −1."""
     mode = mode_of(kernel)
     return mode is not None and mode.past and experts.expert_map is None
+
+
+def distinct_reason(kernel: Any) -> str:
+    """Why a skipped slot must not point at an expert its token has already; empty if it may."""
+    for part in parts_of(kernel):
+        mode = mode_of(part)
+        if mode is not None and mode.distinct and not _other_release(None, part):
+            return f"{type(part).__name__} wants a token's experts to differ"
+    return ""
 
 
 def tried(kernel: Any) -> bool:

@@ -5,7 +5,7 @@ native    −1, or the number of experts, goes to the kernel, which leaves the s
           written
 compact   kept (token, slot) pairs become a problem with one slot per token (CPU kernels; needs a host value)
 redirect  the slot points at the token's own top expert with gate 0: no expert is read for it, but its products are
-          still computed; right with any kernel
+          still computed; right with any kernel that lets a token have an expert twice
 """
 
 from __future__ import annotations
@@ -19,7 +19,20 @@ from torch import Tensor
 from ...errors import IntegrationError
 from ...runtime import Layer
 from ...runtime.executors import Chosen, Executor, Offer, choose, kept_alone
-from .backends import PLAIN, dispatch_reason, kernel_of, kernel_reason, mode_of, parts_of, passes, prepare_of, tried
+from .backends import (
+    BITS,
+    PLAIN,
+    dispatch_reason,
+    distinct_reason,
+    kernel_of,
+    kernel_reason,
+    kernels_release,
+    mode_of,
+    parts_of,
+    passes,
+    prepare_of,
+    tried,
+)
 from .settings import EVERY, Settings, logger
 
 Run = Callable[..., Tensor]  # RoutedExperts.forward_modular of the layer
@@ -92,6 +105,8 @@ class Experts:
         self.layer.chosen = self._with_ours(kernel, theirs)
         if isinstance(theirs.executor, Native):
             make_sums_aware(kernel)
+            if settings.routing == "fused":
+                pack_routing(kernel)
         if isinstance(theirs.executor, Redirect) and self.layer.chosen.executor.name != "kernels":
             warn_redirect(type(kernel).__name__, theirs.refused["native"])
 
@@ -148,7 +163,7 @@ def theirs_of(experts: Any, kernel: Any, untried: bool) -> dict[str, Offer]:
     return {
         "native": lambda: why or _native(experts, kernel),
         "compact": lambda: apart or ("" if on_cpu else "it needs a value on the host") or Compact(experts),
-        "redirect": Redirect,
+        "redirect": lambda: distinct_reason(kernel) or Redirect(),
     }
 
 
@@ -168,6 +183,26 @@ def aware_sum(input: Tensor, output: Tensor, topk_ids: Tensor | None = None, exp
     from vllm import _custom_ops
 
     _custom_ops.moe_sum(input, output, topk_ids, expert_map)
+
+
+def pack_routing(kernel: Any) -> None:
+    """vLLM's own way from ids to a bit matrix takes six launches, which show in a decode step."""
+    for part in parts_of(kernel):
+        if mode_of(part).distinct and kernels_release() == BITS[0]:  # type: ignore[union-attr]
+            part._make_routing_data = routing_data
+
+
+def routing_data(topk_ids: Tensor, topk_weights: Tensor, num_local_experts: int) -> Any:
+    """What vLLM's `make_routing_data` gives, for the same arguments."""
+    from triton_kernels.routing import routing_from_bitmatrix
+    from triton_kernels.tensor import Bitmatrix
+
+    from ...kernels.bits import WORD, packed
+
+    ids, gates, bits = packed(topk_ids, topk_weights, num_local_experts)
+    (tokens, words), k = bits.shape, ids.shape[1]
+    matrix = Bitmatrix(bits, shape=[tokens, words * WORD], shape_max=[tokens, None], scratchpad=None)
+    return routing_from_bitmatrix(matrix, gates, ids, num_local_experts, k)
 
 
 _warned: set[str] = set()
