@@ -58,7 +58,7 @@ def routed(step: dict[str, Any]) -> dict[str, int]:
 
 def computed(step: dict[str, Any]) -> Iterator[Token]:
     """Every token the engine computed, by a plain account of what its runner said of each step."""
-    for lengths, before, prompts, drafts, _ in step["trace"]:
+    for lengths, before, prompts, drafts, *_ in step["trace"]:
         for length, first, prompt, draft in zip(lengths, before, prompts, drafts or [0] * len(lengths), strict=True):
             for j in range(length):
                 drafted = "verify" if j >= length - draft else "decode"

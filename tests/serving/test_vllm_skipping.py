@@ -78,7 +78,7 @@ def test_tau_is_changed_where_layers_read_it(configured: Callable[..., Any]) -> 
     ],
 )
 def test_what_would_be_wrong_or_silent_is_refused(part: str, name: str, value: Any, flag: str, tmp_path: Path) -> None:
-    config = vllm_config(tmp_path / "never read")
+    config = vllm_config(tmp_path / "never read", trace="of this as well")
     setattr(config if part == "vllm_config" else getattr(config, part), name, value)
     with pytest.raises(IntegrationError, match=flag):
         skipping.configure(config)
