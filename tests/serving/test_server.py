@@ -21,6 +21,7 @@ from serving_cases import MAX_TOKENS, PROMPTS, Case, environment
 from ace_moe.loading import load_tokenizer
 
 KEY = "a-key"
+PATIENCE = 560  # seconds for a start: four processes share two cores, and not alone
 
 
 class Server:
@@ -99,7 +100,7 @@ def stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def _wait(process: subprocess.Popen[bytes], server: Server, log: Path) -> None:
-    for _ in range(240):
+    for _ in range(PATIENCE):
         assert process.poll() is None, log.read_text()[-6000:]
         try:
             if server.send("/health")[0] == 200:

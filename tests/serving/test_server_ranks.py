@@ -51,7 +51,7 @@ def test_two_engines_say_what_one_says_and_are_counted_together(
     """Data parallel: every prompt once on each engine, under a budget that one call gave to both."""
     case = case_of("demo")
     path = f"{environment()['PYTHONPATH']}:{serving_collectives.install(tmp_path / 'plugin')}"
-    options = ("--plan", str(mapped), "--skip", "0.5", "--data-parallel-size", "2")
+    options = ("--plan", str(mapped), "--skip", "0.5", "--data-parallel-size", "2", "--api-server-count", "1")
     with serving(tmp_path / "log", case.model, *options, PYTHONPATH=path) as server:
         status, text = server.send("/ace", {"threshold": case.reference.threshold, "reset": True})
         assert status == 200 and json.loads(text)["executors"] == {"redirect": 6}
