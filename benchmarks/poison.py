@@ -97,10 +97,10 @@ class PoisonWorker(AceWorker):
         before = {(i, t): self._outputs(r, t) for i, r in enumerate(runners) for t in tokens}
         changed = sum(poison(runner.routed_experts) for runner in runners)
         after = {(i, t): self._outputs(r, t) for i, r in enumerate(runners) for t in tokens}
-        same = all(torch.equal(before[key]["skipped"], after[key]["skipped"]) for key in before)
+        moved = [float((before[key]["skipped"] - after[key]["skipped"]).abs().max()) for key in before]
         bites = all(not sane(after[key]["run"]) for key in before)
         return {
-            "tensors": changed, "cases": len(before), "same": same, "bites": bites,
+            "tensors": changed, "cases": len(before), "same": not any(moved), "moved": max(moved), "bites": bites,
             "finite": all(sane(found["skipped"]) for found in after.values()),
             "off_redirect": max((found["off"] for found in before.values() if "off" in found), default=None),
         }  # fmt: skip
@@ -128,12 +128,13 @@ def sane(out: torch.Tensor) -> bool:
 
 
 def case(runner: Any, tokens: int) -> tuple[Any, Any, Any, Any]:
-    """x [T, d], gates [T, k], ids with −1 at every second expert's slots, and the ids before; a token keeps one at least."""
+    """x [T, d], gates [T, k], ids with −1 at every second expert's slots, and the ids before; each token has slots of both."""
     config = runner.moe_config
     experts, k, d = config.num_experts, config.experts_per_token, config.hidden_dim
     generator = torch.Generator().manual_seed(tokens)
     gates, ids = torch.rand(tokens, experts, generator=generator).topk(k)
-    ids[:, 0] -= torch.where((ids % 2 == 1).all(-1), 1, 0)  # to an even one, which the token does not have
+    ids[:, 0] -= torch.where((ids % 2 == 1).all(-1), 1, 0)  # to a neighbour, which the token does not have
+    ids[:, -1] += torch.where((ids % 2 == 0).all(-1), 1, 0)
     marked = torch.where(ids % 2 == 1, -1, ids)
     x = torch.randn(tokens, d, generator=generator)
     to = {"device": config.device}
