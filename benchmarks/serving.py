@@ -127,7 +127,9 @@ def write_plan(path: Path, sizes: dict[str, Any], budgets: dict[float, float] | 
     return plan.with_thresholds(entries).save(path)
 
 
-def start(model: Path, options: argparse.Namespace, chunk: int = 16384, **ace: Any) -> Any:
+def start(
+    model: Path, options: argparse.Namespace, chunk: int = 16384, worker: str = "serving.BenchWorker", **ace: Any
+) -> Any:
     from vllm import LLM
 
     began = time.perf_counter()
@@ -135,7 +137,7 @@ def start(model: Path, options: argparse.Namespace, chunk: int = 16384, **ace: A
         "compilation_config": {"cudagraph_capture_sizes": SIZES}
     }  # fmt: skip
     memory = {"gpu_memory_utilization": options.memory, "kv_cache_memory_bytes": int(options.cache * 2**30)}
-    arguments = {"worker_extension_cls": "serving.BenchWorker", **memory, **graphs}
+    arguments = {"worker_extension_cls": worker, **memory, **graphs}
     if getattr(options, "offload", 0):
         arguments |= {"cpu_offload_gb": options.offload, "cpu_offload_params": {"w13_weight", "w2_weight"}}
     llm = LLM(

@@ -49,8 +49,8 @@ def case_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Case]:
 
 @pytest.fixture(scope="session")
 def mapped(demo_plan: Plan, demo_model: Any, demo_windows: Windows, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The demo's plan with thresholds for 20, 50 and 60 %."""
-    plan = map_budgets(demo_model, demo_plan, make("ace"), demo_windows, [0.2, 0.5, 0.6]).plan
+    """The demo's plan with thresholds for 20, 50 and 60 % by the default policy, which `case_of` has too."""
+    plan = map_budgets(demo_model, demo_plan, make("share"), demo_windows, [0.2, 0.5, 0.6]).plan
     return plan.save(tmp_path_factory.mktemp("mapped") / "plan.safetensors")
 
 

@@ -56,14 +56,14 @@ def experts(kernel: str, prepare: str = "MoEPrepareAndFinalizeNoDPEPModular", de
     """A stand-in for a RoutedExperts module whose kernel has this class name."""
     settings = {
         "quant_dtype": None, "a2_scale": None, "block_shape": None, "per_act_token_quant": False, "_lora_context": None,
-        "w1_scale": None, **more.pop("kernel_settings", {}),
+        "w1_scale": None, "w2_scale": None, **more.pop("kernel_settings", {}),
     }  # fmt: skip
     fused = type(kernel, (), settings)()
     made = type(prepare, (), more.pop("prepare_settings", {}))()
     method = SimpleNamespace(
         moe_kernel=SimpleNamespace(fused_experts=fused, prepare_finalize=made), is_monolithic=False
     )
-    config = SimpleNamespace(device=device, has_bias=False)
+    config = SimpleNamespace(device=device, has_bias=False, num_experts=EXPERTS)
     given = {
         "expert_map": None,
         "activation": SimpleNamespace(value="silu"),

@@ -19,6 +19,7 @@ LENGTHS = (21, 34, 47)  # of the prompts, all different: a request is known by i
 NEW = 40
 SLOTS = 8 * 6  # of a token: top-k times layers
 SKIP = {"prefill": 0.0, "decode": 0.6}
+LOOKUP = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 Token = tuple[int, int, str]  # length of its request's prompt, position, kind
 
 
@@ -35,10 +36,10 @@ Start = Callable[..., dict[str, Any]]
 def start(mapped: Path, tmp_path_factory: pytest.TempPathFactory) -> Start:
     """One generation of all prompts by an engine with these options."""
 
-    def run(**llm: Any) -> dict[str, Any]:
+    def run(skip: Any = SKIP, **llm: Any) -> dict[str, Any]:
         task = {"prompts": starts(), "max_tokens": NEW, "logprobs": None}
         options = {"enforce_eager": True, "max_num_seqs": 4, **llm}
-        ace = {"plan": str(mapped), "skip": SKIP}
+        ace = {"plan": str(mapped), "skip": skip}
         return run_engine(tmp_path_factory.mktemp("rows"), MODEL, ace, [{}], task, **options)["steps"][0]
 
     return run
@@ -58,7 +59,7 @@ def routed(step: dict[str, Any]) -> dict[str, int]:
 
 def computed(step: dict[str, Any]) -> Iterator[Token]:
     """Every token the engine computed, by a plain account of what its runner said of each step."""
-    for lengths, before, prompts, drafts, _ in step["trace"]:
+    for lengths, before, prompts, drafts, *_ in step["trace"]:
         for length, first, prompt, draft in zip(lengths, before, prompts, drafts or [0] * len(lengths), strict=True):
             for j in range(length):
                 drafted = "verify" if j >= length - draft else "decode"
@@ -84,14 +85,22 @@ def test_a_last_chunk_of_one_token_is_prompt(start: Start, plain: dict[str, Any]
 @pytest.mark.vllm
 def test_drafts_are_counted_apart_and_change_nothing(start: Start, plain: dict[str, Any]) -> None:
     """Prompt lookup: decode has the first token of each step, verify the drafts behind it, also those that are rejected."""
-    drafting = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
-    drafted = start(speculative_config=drafting)
+    drafted = start(speculative_config=LOOKUP)
     assert drafted["tokens"] == plain["tokens"]
     assert routed(drafted) == slots(list(computed(drafted))) and drafted["report"]["verify"]["routed"] > 0
     assert routed(drafted)["prefill"] == routed(plain)["prefill"] and drafted["report"]["prefill"]["realised"] == 0
     assert routed(drafted)["decode"] < routed(plain)["decode"]  # some drafts were accepted
     assert drafted["report"]["verify"]["realised"] > 0.4
     assert drafted["report"]["threshold"]["verify"] == drafted["report"]["threshold"]["decode"] > 0
+
+
+@pytest.mark.vllm
+def test_drafts_have_a_budget_of_their_own(start: Start) -> None:
+    """Decode whole and drafts at 20 %: what is drafted is skipped by its own threshold, and nothing else is skipped."""
+    found = start({"prefill": 0.0, "decode": 0.0, "verify": 0.2}, speculative_config=LOOKUP)["report"]
+    assert found["threshold"]["decode"] == 0 < found["threshold"]["verify"]
+    assert found["prefill"]["realised"] == found["decode"]["realised"] == 0
+    assert 0.1 < found["verify"]["realised"] < 0.3
 
 
 @pytest.mark.vllm

@@ -31,13 +31,14 @@ def test_command_line(case_of: Callable[[str], Case], mapped: Path, tmp_path: Pa
     model = str(case_of("demo").model)
     own = '{"gdn_prefill_backend": "triton"}'
     done = ace(
-        model, "--plan", str(mapped), "--skip", "0.5", "--skip-decode", "0.2", "--kernels", "off", "-tp", "2",
-        "--additional-config", own, "--port", "80", "--dry-run",
+        model, "--plan", str(mapped), "--skip", "0.5", "--skip-decode", "0.2", "--skip-verify", "0.0", "--kernels",
+        "off", "-tp", "2", "--additional-config", own, "--port", "80", "--dry-run",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     command = json.loads(done.stdout)
     config = json.loads(command[command.index("--additional-config") + 1])
-    assert config["ace"]["skip"] == {"prefill": 0.5, "decode": 0.2} and config["ace"]["kernels"] is False
+    assert config["ace"]["skip"] == {"prefill": 0.5, "decode": 0.2, "verify": 0.0}
+    assert config["ace"]["kernels"] is False
     assert config["gdn_prefill_backend"] == "triton" and command.count("--additional-config") == 1
     assert command[-4:] == ["-tp", "2", "--port", "80"] and model in command
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,8 +13,8 @@ from serving_parts import EXPERTS, experts, layer, routing, step
 from torch import Tensor
 
 from ace_moe.errors import IntegrationError
-from ace_moe.integrations.vllm import executor
-from ace_moe.integrations.vllm.executor import TABLE, compact, redirected
+from ace_moe.integrations.vllm import backends, executor
+from ace_moe.integrations.vllm.executor import compact, redirected
 from ace_moe.integrations.vllm.settings import Settings
 
 
@@ -73,61 +74,130 @@ def runner(module: Any, gathered: bool = False) -> Any:
     return SimpleNamespace(routed_experts=module, do_naive_dispatch_combine=gathered, layer_name=module.layer_name)
 
 
-MODES = [
-    ("TritonExperts", {}, "native"),
-    ("MarlinExperts", {}, "native (not tried)"),
-    ("DeepGemmExperts", {}, "native (not tried)"),
-    ("TritonExperts", {"kernel_settings": {"quant_dtype": torch.float8_e4m3fn}}, "redirect"),
-    ("TritonExperts", {"kernel_settings": {"quant_dtype": torch.float8_e4m3fn, "block_shape": [128, 128]}}, "native"),
-    ("TritonExperts", {"kernel_settings": {"_lora_context": object()}}, "redirect"),
-    ("CutlassExpertsFp8", {}, "redirect"),
-    ("CutlassExpertsFp8", {"expert_map": torch.arange(4)}, "native (not tried)"),
-    ("FlashInferExperts", {}, "redirect"),
-    ("SomethingNew", {}, "redirect"),
-    ("TritonExperts", {"prepare": "SomeNewAllToAll"}, "redirect"),
-    ("DeepGemmExperts", {"prepare": "DeepEPHTPrepareAndFinalize"}, "native (not tried)"),
-    ("BatchedTritonExperts", {"prepare": "DeepEPLLPrepareAndFinalize"}, "native (not tried)"),
-    (
-        "BatchedTritonExperts",
-        {"prepare": "DeepEPLLPrepareAndFinalize", "prepare_settings": {"global_to_physical": 1}},
-        "redirect",
-    ),
-    ("CPUUnquantizedExperts", {"device": "cpu"}, "compact"),
-    ("AnyExperts", {"device": "cpu"}, "compact"),
-    ("AnyExperts", {"device": "cpu", "prepare": "MoEPrepareAndFinalizeNaiveDPEPModular"}, "redirect"),
+FP8 = {"quant_dtype": torch.float8_e4m3fn}
+BLOCKS, PER_TOKEN = {**FP8, "block_shape": [128, 128]}, {**FP8, "per_act_token_quant": True}
+MAP = {"expert_map": torch.arange(4)}
+LL = "DeepEPLLPrepareAndFinalize"
+MODES: list[tuple[str, dict[str, Any], int | None]] = [  # the id a skipped slot has in the kernel; None: redirected
+    ("TritonExperts", {}, -1),
+    ("TritonExperts", {"kernel_settings": FP8}, None),  # one scale over all rows
+    ("TritonExperts", {"kernel_settings": BLOCKS}, -1),
+    ("TritonExperts", {"kernel_settings": {"_lora_context": object()}}, None),
+    ("TritonExperts", {"prepare": "SomeNewAllToAll"}, None),
+    ("MarlinExperts", {}, -1),
+    ("HummingIndexedExperts", {}, -1),
+    ("HummingGroupedExperts", {}, EXPERTS),
+    ("HummingGroupedExperts", MAP, -1),
+    ("DeepGemmExperts", {"prepare": "DeepEPHTPrepareAndFinalize"}, -1),
+    ("DeepGemmFP4Experts", {}, -1),
+    ("CutlassExpertsFp8", {"kernel_settings": PER_TOKEN}, EXPERTS),
+    ("CutlassExpertsFp8", {"kernel_settings": FP8}, None),
+    ("CutlassExpertsFp8", {"kernel_settings": FP8, **MAP}, -1),
+    ("CutlassExpertsW4A8Fp8", {}, EXPERTS),
+    ("FlashInferExperts", {}, -1),
+    ("BatchedTritonExperts", {"prepare": LL}, -1),
+    ("BatchedMarlinExperts", {"prepare": "BatchedPrepareAndFinalize"}, -1),
+    ("BatchedTritonExperts", {"prepare": LL, "prepare_settings": {"global_to_physical": 1}}, None),
+    ("TritonWNA16Experts", {}, None),
+    ("SomethingNew", {}, None),
 ]
 
 
-@pytest.mark.parametrize(("kernel", "more", "mode"), MODES)
-def test_only_listed_kernels_see_a_slot_without_expert(kernel: str, more: dict[str, Any], mode: str) -> None:
-    """What reaches the kernel is recorded: −1 only where the mode is native."""
-    module = experts(kernel, **dict(more))
-    given: list[Tensor] = []
+class Seen:
+    """What reaches the kernel."""
 
-    def run(x: Tensor, topk_weights: Tensor, topk_ids: Tensor, **shared: Any) -> Tensor:
-        given.append(topk_ids)
+    def __call__(self, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, **shared: Any) -> Tensor:
+        self.ids = topk_ids
         return torch.zeros_like(x)
 
-    x, gates, ids = skipped(8)
-    own = executor.Experts(runner(module), layer(), Settings(kernels=False))
+
+def chosen(module: Any, **settings: Any) -> tuple[Any, Tensor, Tensor]:
+    """What was chosen for a layer, the ids before, and those that reached the kernel."""
+    run, (x, gates, ids) = Seen(), skipped(8)
+    own = executor.Experts(runner(module), layer(), Settings(kernels=False, **settings))
     own(run, x, gates, ids)
-    chosen = own.layer.chosen
-    assert str(chosen) == mode
-    mode = mode.removesuffix(" (not tried)")
-    assert set(chosen.refused) == {"kernels", "native", "compact"} - {mode} - (
-        {"compact"} if mode == "native" else set()
-    )
-    assert bool((given[0] < 0).any()) == (mode == "native")
-    aware = module.quant_method.moe_kernel.fused_experts.__dict__.get("moe_sum")
-    assert (aware is executor.aware_sum) == (mode == "native" and TABLE[kernel].aware)
+    return own.layer.chosen, ids, run.ids
+
+
+@pytest.mark.parametrize(("kernel", "more", "mark"), MODES)
+def test_only_listed_kernels_see_a_slot_without_expert(kernel: str, more: dict[str, Any], mark: int | None) -> None:
+    """Kept slots arrive as they are; the others have the id that this kernel leaves out, or their token's top expert's."""
+    module, asked = experts(kernel, **dict(more)), "auto" if mark is None else "native"
+    found, ids, given = chosen(module, executor=asked)
+    assert torch.equal(given[ids >= 0], ids[ids >= 0])
+    assert mark is None or (given[ids < 0] == mark).all()
+    assert mark is not None or ((given >= 0).all() and (given < EXPERTS).all())
+    assert str(found).removesuffix(" (not tried)") == ("redirect" if mark is None else "native")
+    fused = module.quant_method.moe_kernel.fused_experts
+    aware = mark is not None and backends.mode_of(fused).aware  # type: ignore[union-attr]
+    assert (fused.__dict__.get("moe_sum") is executor.aware_sum) == aware
+
+
+def test_what_was_only_read_is_used_where_it_is_asked_for() -> None:
+    found, ids, given = chosen(experts("MarlinExperts"))
+    assert str(found) == "redirect" and "not tried on a GPU" in found.refused["native"]
+    found, ids, given = chosen(experts("MarlinExperts"), executor="native")
+    assert str(found) == "native (not tried)" and (given[ids < 0] == -1).all()
+    with pytest.raises(IntegrationError, match="SomethingNew"):
+        chosen(experts("SomethingNew"), executor="native")
+
+
+def fallback(first: str, second: str, **more: Any) -> Any:
+    """A kernel that chooses between two by the size of a step, one of which chooses again."""
+    settings = {"kernel_settings": PER_TOKEN}
+    parts = [experts(name, **settings).quant_method.moe_kernel.fused_experts for name in (first, second)]
+    inner = type("TritonOrDeepGemmExperts", (), {"experts": parts[1], "fallback_experts": parts[1]})()
+    given = {"experts": parts[0], "fallback_experts": inner, **more}
+    return experts("Either", kernel_settings=given)
+
+
+@pytest.mark.parametrize(
+    ("module", "mark"),
+    [
+        (fallback("DeepGemmExperts", "TritonExperts"), -1),
+        (fallback("CutlassExpertsFp8", "TritonExperts", is_sm100=False), EXPERTS),  # the second never runs
+        (fallback("DeepGemmExperts", "SomethingNew"), None),
+    ],
+)
+def test_kernels_that_choose_are_known_by_their_parts(module: Any, mark: int | None) -> None:
+    found, ids, given = chosen(module, executor="auto" if mark is None else "native")
+    assert (given[ids < 0] == mark).all() if mark is not None else str(found) == "redirect"
+
+
+def test_parts_that_want_different_ids_are_redirected() -> None:
+    with pytest.raises(IntegrationError, match="want different ids"):
+        chosen(fallback("CutlassExpertsFp8", "TritonExperts", is_sm100=True), executor="native")
+
+
+@pytest.mark.parametrize(
+    ("version", "way"), [("3.5.1", "native (not tried)"), ("3.6", "native (not tried)"), ("3.8", "redirect")]
+)
+def test_a_bit_matrix_knows_an_expert_once(version: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two slots of one token at one expert are one bit there: nothing may be redirected, also where it is asked for."""
+    found = SimpleNamespace(get_triton_kernels_version=lambda: version)
+    for name in ("vllm", "vllm.utils", "vllm.utils.import_utils"):
+        monkeypatch.setitem(sys.modules, name, found)
+    assert str(chosen(experts("OAITritonExperts"))[0]) == way
+    if way != "redirect":
+        with pytest.raises(IntegrationError, match="experts to differ"):
+            chosen(experts("OAITritonExperts"), executor="redirect")
+
+
+@pytest.mark.parametrize(
+    ("prepare", "way"), [("MoEPrepareAndFinalizeNoDPEPModular", "compact"), ("AnythingElse", "redirect")]
+)
+def test_on_a_cpu_kept_slots_run_alone_where_ranks_do_not_exchange_them(prepare: str, way: str) -> None:
+    found, _, given = chosen(experts("AnyExperts", device="cpu", prepare=prepare))
+    assert str(found) == way and set(found.refused) == {"kernels", "native", "compact"} - {way}
+    assert (given >= 0).all()
 
 
 def test_reasons_are_said_in_words() -> None:
-    own = executor.Experts(runner(experts("FlashInferExperts")), layer(), Settings(kernels="auto"))
+    own = executor.Experts(runner(experts("SomethingNew")), layer(), Settings(kernels="auto"))
     own.choose()
     refused = own.layer.chosen.refused  # type: ignore[union-attr]
-    assert refused["native"] == "what FlashInferExperts does with a slot that has no expert is not known"
-    assert refused["compact"] == "it needs a value on the host" and "FlashInferExperts" in refused["kernels"]
+    assert refused["native"] == "what SomethingNew does with a slot that has no expert is not known"
+    assert refused["compact"] == "it needs a value on the host" and "SomethingNew" in refused["kernels"]
 
 
 def test_redirect_may_be_asked_for() -> None:

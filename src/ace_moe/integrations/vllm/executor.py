@@ -1,18 +1,17 @@
-"""Running only the kept slots in vLLM's kernels: what id −1 means differs by back end, so each has its own way.
+"""Running only the kept slots in vLLM's kernels: what a slot without an expert means differs by back end (backends.py).
 
-    kernels   our kernels in place of vLLM's, where the layer is one they know
-    native    −1 goes to the kernel, which leaves the slot out; sums skip its row, which was never written
-    compact   kept (token, slot) pairs become a problem with one slot per token (CPU kernels; needs a host value)
-    redirect  the slot points at the token's own top expert with gate 0: no expert is read for it, but its products are
-              still computed; right with any kernel
-
-A kernel that is not in the table never sees −1: some of them index memory with it.
+kernels   our kernels in place of vLLM's, where the layer is one they know
+native    −1, or the number of experts, goes to the kernel, which leaves the slot out; sums skip its row, which was never
+          written
+compact   kept (token, slot) pairs become a problem with one slot per token (CPU kernels; needs a host value)
+redirect  the slot points at the token's own top expert with gate 0: no expert is read for it, but its products are
+          still computed; right with any kernel that lets a token have an expert twice
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,38 +19,34 @@ from torch import Tensor
 from ...errors import IntegrationError
 from ...runtime import Layer
 from ...runtime.executors import Chosen, Executor, Offer, choose, kept_alone
+from .backends import (
+    BITS,
+    PLAIN,
+    dispatch_reason,
+    distinct_reason,
+    kernel_of,
+    kernel_reason,
+    kernels_release,
+    mode_of,
+    parts_of,
+    passes,
+    prepare_of,
+    tried,
+)
 from .settings import EVERY, Settings, logger
 
 Run = Callable[..., Tensor]  # RoutedExperts.forward_modular of the layer
-PLAIN = "MoEPrepareAndFinalizeNoDPEPModular"
-PASSING = {PLAIN, "MoEPrepareAndFinalizeNaiveDPEPModular"}  # ids reach the kernel as they are
-DEEPEP = {"DeepEPHTPrepareAndFinalize", "DeepEPV2PrepareAndFinalize", "DeepEPLLPrepareAndFinalize"}
-
-
-class Mode(NamedTuple):
-    """How it is known that a class of vLLM's leaves a slot of id −1 out; what was only read is named so in reports."""
-
-    tried: bool
-    evidence: str
-    aware: bool = False  # its sum over slots must be told which rows were never written
-    mapped: bool = False  # only under expert parallelism, where an expert map translates −1
-
-
-TABLE: dict[str, Mode] = {
-    "TritonExperts": Mode(True, "run on an H200, and in Triton's interpreter with poisoned rows", aware=True),
-    "MarlinExperts": Mode(False, "read: its alignment drops −1", aware=True),
-    "DeepGemmExperts": Mode(False, "read: counts, scatters and gathers test for −1"),
-    "BatchedTritonExperts": Mode(False, "read: sees numbers of tokens, not ids"),
-    "BatchedDeepGemmExperts": Mode(False, "read: sees numbers of tokens, not ids"),
-    "CutlassExpertsFp8": Mode(False, "read: the expert map translates −1", mapped=True),
-}
 
 
 class Native:
-    def __init__(self, tried: bool):
-        self.name = "native" if tried else "native (not tried)"
+    """`past`: the number of experts, where it is that and not −1 which the kernel leaves out."""
+
+    def __init__(self, tried: bool, past: int | None = None):
+        self.name, self.past = "native" if tried else "native (not tried)", past
 
     def __call__(self, run: Run, x: Tensor, gates: Tensor, ids: Tensor, **shared: Any) -> Tensor:
+        if self.past is not None:  # here, behind expert load balancing, which knows −1 alone
+            ids = torch.where(ids < 0, self.past, ids)
         return run(x=x, topk_weights=gates, topk_ids=ids, **shared)
 
 
@@ -105,11 +100,13 @@ class Experts:
         refuse_monolithic(self.experts)
         refuse_gathered(self.runner)
         kernel, settings = kernel_of(self.experts), self.settings
-        wanted = "redirect" if settings.executor == "redirect" else "auto"
-        theirs = choose(theirs_of(self.experts, kernel), wanted, self.experts.layer_name)
+        offers = theirs_of(self.experts, kernel, untried=settings.executor == "native")
+        theirs = choose(offers, settings.executor, self.experts.layer_name)
         self.layer.chosen = self._with_ours(kernel, theirs)
         if isinstance(theirs.executor, Native):
             make_sums_aware(kernel)
+            if settings.routing == "fused":
+                pack_routing(kernel)
         if isinstance(theirs.executor, Redirect) and self.layer.chosen.executor.name != "kernels":
             warn_redirect(type(kernel).__name__, theirs.refused["native"])
 
@@ -156,70 +153,29 @@ def refuse_gathered(runner: Any) -> None:
         )
 
 
-def kernel_of(experts: Any) -> Any:
-    return getattr(getattr(experts.quant_method, "moe_kernel", None), "fused_experts", None)
-
-
-def theirs_of(experts: Any, kernel: Any) -> dict[str, Offer]:
-    """The ways to use the kernel that vLLM has built, best first."""
-    prepare = getattr(experts.quant_method.moe_kernel, "prepare_finalize", None) if kernel is not None else None
+def theirs_of(experts: Any, kernel: Any, untried: bool) -> dict[str, Offer]:
+    """The ways to use the kernel that vLLM has built, best first. `untried`: also what was only read in its source."""
+    prepare = prepare_of(experts)
     on_cpu = experts.moe_config.device is not None and torch.device(experts.moe_config.device).type == "cpu"
-    why = "CPU kernels index memory with −1" if on_cpu else _dispatch_reason(prepare) or _kernel_reason(experts, kernel)
+    why = "CPU kernels index memory with −1" if on_cpu else dispatch_reason(prepare)
+    why = why or kernel_reason(experts, kernel, untried)
     apart = "ranks exchange tokens in front of the kernel" if type(prepare).__name__ != PLAIN else ""
     return {
-        "native": lambda: why or Native(all(TABLE[type(part).__name__].tried for part in parts_of(kernel))),
+        "native": lambda: why or _native(experts, kernel),
         "compact": lambda: apart or ("" if on_cpu else "it needs a value on the host") or Compact(experts),
-        "redirect": Redirect,
+        "redirect": lambda: distinct_reason(kernel) or Redirect(),
     }
 
 
-def _dispatch_reason(prepare: Any) -> str:
-    name = type(prepare).__name__
-    if name in PASSING:
-        return ""
-    if name not in DEEPEP:
-        return f"what {name} does with a slot that has no expert is not known"
-    if name == "DeepEPLLPrepareAndFinalize" and getattr(prepare, "global_to_physical", None) is not None:
-        return "DeepEP low latency with round-robin placement looks ids up in a table"
-    return ""
-
-
-def _kernel_reason(experts: Any, kernel: Any) -> str:
-    """Why −1 must not reach this kernel; empty if it may."""
-    return next((why for part in parts_of(kernel) if (why := _part_reason(experts, part))), "")
-
-
-def parts_of(kernel: Any) -> tuple[Any, ...]:
-    """The kernel, or the two between which it chooses."""
-    both = type(kernel).__name__ == "TritonOrDeepGemmExperts"
-    return (kernel.experts, kernel.fallback_experts) if both else (kernel,)
-
-
-def _part_reason(experts: Any, kernel: Any) -> str:
-    name = type(kernel).__name__
-    mode = TABLE.get(name)
-    if mode is None or (mode.mapped and experts.expert_map is None):
-        return f"what {name} does with a slot that has no expert is not known"
-    if getattr(kernel, "_lora_context", None) is not None:
-        return "LoRA aligns all routed slots itself"
-    if name == "TritonExperts" and _scales_whole_tensor(kernel):
-        return "a dynamic scale per tensor would be taken over rows that were never written"
-    return ""
-
-
-def _scales_whole_tensor(kernel: Any) -> bool:
-    return (
-        kernel.quant_dtype is not None
-        and kernel.a2_scale is None
-        and kernel.block_shape is None
-        and not kernel.per_act_token_quant
-    )
+def _native(experts: Any, kernel: Any) -> Native:
+    past = any(passes(experts, part) for part in parts_of(kernel))
+    return Native(tried(kernel), experts.moe_config.num_experts if past else None)
 
 
 def make_sums_aware(kernel: Any) -> None:
     """Rows of skipped slots are never written: the sum over slots has to be told which they are, also without EP."""
     for part in parts_of(kernel):
-        if TABLE[type(part).__name__].aware:
+        if mode_of(part).aware:  # type: ignore[union-attr]
             part.moe_sum = aware_sum
 
 
@@ -227,6 +183,26 @@ def aware_sum(input: Tensor, output: Tensor, topk_ids: Tensor | None = None, exp
     from vllm import _custom_ops
 
     _custom_ops.moe_sum(input, output, topk_ids, expert_map)
+
+
+def pack_routing(kernel: Any) -> None:
+    """vLLM's own way from ids to a bit matrix takes six launches, which show in a decode step."""
+    for part in parts_of(kernel):
+        if mode_of(part).distinct and kernels_release() == BITS[0]:  # type: ignore[union-attr]
+            part._make_routing_data = routing_data
+
+
+def routing_data(topk_ids: Tensor, topk_weights: Tensor, num_local_experts: int) -> Any:
+    """What vLLM's `make_routing_data` gives, for the same arguments."""
+    from triton_kernels.routing import routing_from_bitmatrix
+    from triton_kernels.tensor import Bitmatrix
+
+    from ...kernels.bits import WORD, packed
+
+    ids, gates, bits = packed(topk_ids, topk_weights, num_local_experts)
+    (tokens, words), k = bits.shape, ids.shape[1]
+    matrix = Bitmatrix(bits, shape=[tokens, words * WORD], shape_max=[tokens, None], scratchpad=None)
+    return routing_from_bitmatrix(matrix, gates, ids, num_local_experts, k)
 
 
 _warned: set[str] = set()

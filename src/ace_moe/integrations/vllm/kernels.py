@@ -7,23 +7,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...kernels.activation import SILU, Activation
+from ...kernels.activation import GELU_TANH, SILU, Activation
+from .backends import PLAIN, prepare_of
+
+ACTIVATIONS = {"silu": Activation(SILU), "gelu_tanh": Activation(GELU_TANH)}
 
 
 class Kernels:
-    """Unquantised gated SiLU experts in vLLM's Triton layout: w13 [E, 2m, d] gate then up, w2 [E, d, m]."""
+    """Gated experts in vLLM's Triton layout: w13 [E, 2m, d] gate then up, w2 [E, d, m]; plain, or FP8 with a factor per block."""
 
     name = "kernels"
 
-    def __init__(self, experts: Any):
+    def __init__(self, experts: Any, kernel: Any):
         from ...kernels.experts import Layout
 
-        self.experts = experts  # weights are read at each call: vLLM may replace the parameter objects
-        self.layout = Layout(gated=True, interleaved=False, transposed=False, activation=Activation(SILU))
+        self.experts, self.kernel = experts, kernel  # weights are read at each call: vLLM may replace the parameters
+        block = None if kernel.block_shape is None else (int(kernel.block_shape[0]), int(kernel.block_shape[1]))
+        self.layout = Layout(True, False, False, ACTIVATIONS[activation_of(experts)], block)
 
     @classmethod
     def of(cls, experts: Any, kernel: Any, measured: bool = False) -> Kernels | str:
-        """The kernels for this layer, or why not; `measured`: only on GPUs where they were found to be faster than vLLM's."""
+        """The kernels for this layer, or why not; `measured`: only where they were found to be faster than vLLM's."""
         try:
             from ...kernels.launch import hopper
         except ImportError:
@@ -31,40 +35,49 @@ class Kernels:
         reason = unfit(experts, kernel)
         if not reason and measured and not hopper(experts.w2_weight.device):
             return "they were not measured on this GPU"
-        return reason or cls(experts)
+        if not reason and measured and kernel.block_shape is not None:
+            return "they were not measured against vLLM's own on FP8"
+        return reason or cls(experts, kernel)
 
     def __call__(self, run: Any, x: Tensor, gates: Tensor, ids: Tensor, **shared: Any) -> Tensor:
         """x [T, d], gates and ids [T, k] → [T, d]; ids outside [0, E) are not run."""
         from ...kernels.experts import Weights
         from ...kernels.experts import run as run_kept
 
-        weights = Weights(self.experts.w13_weight, self.experts.w2_weight, None, None, self.layout)
-        return run_kept(x, ids, gates, weights)
+        w13, w2 = self.experts.w13_weight, self.experts.w2_weight
+        return run_kept(
+            x, ids, gates, Weights(w13, w2, None, None, self.layout, self.kernel.w1_scale, self.kernel.w2_scale)
+        )
+
+
+def activation_of(experts: Any) -> str:
+    return str(getattr(experts.activation, "value", experts.activation))
 
 
 def unfit(experts: Any, kernel: Any) -> str:
     """Why the kernels cannot stand in for this layer's; empty if they can."""
     config = experts.moe_config
-    w13, w2 = (getattr(experts, name, None) for name in ("w13_weight", "w2_weight"))
-    prepare = type(getattr(experts.quant_method.moe_kernel, "prepare_finalize", None)).__name__
+    if type(kernel).__name__ != "TritonExperts":
+        return f"the back end is {type(kernel).__name__}, whose weights lie otherwise"
+    w13, w2 = experts.w13_weight, experts.w2_weight
     reasons = (
-        (
-            type(kernel).__name__ != "TritonExperts",
-            f"the back end is {type(kernel).__name__}, whose weights lie otherwise",
-        ),
-        (
-            getattr(kernel, "quant_dtype", None) is not None or getattr(kernel, "w1_scale", None) is not None,
-            "quantised",
-        ),
-        (w13 is None or w13.dtype not in (torch.bfloat16, torch.float16, torch.float32), "quantised weights"),
+        (_coded(kernel, w13, w2), "its weights are quantised, and not by blocks of FP8"),
         (config.has_bias, "its experts have biases"),
-        (str(getattr(experts.activation, "value", experts.activation)) != "silu", "its activation is not SiLU"),
+        (activation_of(experts) not in ACTIVATIONS, f"its activation is {activation_of(experts)}"),
         (getattr(experts, "swiglu_limit", None) is not None, "its activation is clamped"),
         (
-            experts.expert_map is not None or prepare != "MoEPrepareAndFinalizeNoDPEPModular",
+            experts.expert_map is not None or type(prepare_of(experts)).__name__ != PLAIN,
             "experts are spread over ranks",
         ),
         (experts.apply_router_weight_on_input, "gates are applied before the experts"),
-        (w13 is not None and w2 is not None and w13.shape[1] != 2 * w2.shape[2], "its weights are padded"),
+        (w13.shape[1] != 2 * w2.shape[2], "its weights are padded"),
     )
     return next((why for wrong, why in reasons if wrong), "")
+
+
+def _coded(kernel: Any, w13: Tensor, w2: Tensor) -> bool:
+    """Whether the weights are in a code the kernels do not read."""
+    block = kernel.block_shape
+    if block is None:
+        return kernel.quant_dtype is not None or kernel.w1_scale is not None or w13.dtype.itemsize < 2
+    return w13.dtype != torch.float8_e4m3fn or block[1] not in (64, 128) or bool(w2.shape[2] % block[0])

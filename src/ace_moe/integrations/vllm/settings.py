@@ -27,7 +27,7 @@ REFUSED = {
     "--enable-dbo": "dual batch overlap splits a step in two",
     "--enable-return-routed-experts": "it stores ids in unsigned bytes, where a skipped slot has none",
 }
-EXECUTORS = ("auto", "redirect")
+EXECUTORS = ("auto", "native", "redirect")  # native: also what was read in vLLM's source and not tried on a GPU
 # top-k and rule in one kernel of ours where it knows the router (GPU), or vLLM's own top-k and then the rule
 ROUTINGS = ("fused", "vllm")
 EVERY = sys.maxsize  # tokens: our kernels run steps of any size

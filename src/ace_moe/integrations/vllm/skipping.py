@@ -64,7 +64,7 @@ class Skipping:
     """Layers register themselves as vLLM builds them; `set_skip` and `part` serve the control side."""
 
     def __init__(self, vllm_config: Any, settings: Settings):
-        refuse_unsupported(vllm_config)
+        refuse_unsupported(vllm_config, traced=settings.trace is not None)
         self.settings, self.workload, self.model = settings, settings.workload, vllm_config.model_config.model
         with plain_torch():
             plan, policy = settings.open(self.model)
@@ -239,7 +239,7 @@ def restores(wanted: bool | None) -> bool:
     return not invariant if wanted is None else wanted
 
 
-def refuse_unsupported(vllm_config: Any) -> None:
+def refuse_unsupported(vllm_config: Any, traced: bool = False) -> None:
     """Options of vLLM under which skipping would be wrong or silent."""
     parallel = vllm_config.parallel_config
     switches = {
@@ -250,9 +250,9 @@ def refuse_unsupported(vllm_config: Any) -> None:
     reasons = (
         *((on, REFUSED[flag], flag) for flag, on in switches.items()),
         (
-            getattr(getattr(vllm_config, "speculative_config", None), "enable_adaptive_verification", False),
-            "adaptive verification keeps from the host how many tokens of a request a step computes",
-            "adaptive verification (enable_adaptive_verification)",
+            traced and getattr(getattr(vllm_config, "speculative_config", None), "enable_adaptive_verification", False),
+            "it keeps from the host how many tokens of a request a step computes, which a trace writes down",
+            "adaptive verification (enable_adaptive_verification) while it traces",
         ),
         (
             getattr(parallel, "prefill_context_parallel_size", 1) > 1,

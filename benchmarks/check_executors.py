@@ -1,0 +1,199 @@
+"""What runs skipped slots in vLLM, model by model: the executor and why, a poison test, and a token's time at 0 % and 60 %.
+
+    python benchmarks/check_executors.py --models fp8 mxfp4 --out executors_h200.json
+    python benchmarks/check_executors.py --models fp8 --tiny --eager --decode 4      # on a CPU, to try the script
+
+Engines start together, each in a process of its own, and are timed in turn: vLLM alone, and one for each way to skip.
+Weights are random and of sane size in every format (as in serving.py: norms 1, embeddings N(0, 10), the rest 0.02 wide),
+thresholds are found so that the ratio is realised. `step_ms` is the time of a decode step's captured graphs on the device,
+without the host. The poison test fills every second expert with NaN or huge numbers, marks its slots as skipped and asks for
+the same output to the last bit; where those slots are not marked it must be spoilt, or the poison would prove nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+sys.path.append(str(Path(__file__).parent))
+
+from serving_against import device, settle
+from versions import HERE, Version, serve
+
+from ace_moe.bench.shapes import GEMMA4_26B, QWEN3_30B, QWEN36_35B
+from serving import TINY, engine_args, generate, phase_of, ratios, start, write_plan
+
+GPT_OSS_20B = {"num_hidden_layers": 24, "num_local_experts": 32, "num_experts_per_tok": 4}
+FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True}
+# configuration and architecture, sizes, layers, quantisation, and the ways to skip that are timed
+MODELS: dict[str, tuple[str, str, dict[str, Any], int, dict[str, Any] | None, tuple[str, ...]]] = {
+    "fp8": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM", QWEN3_30B, 24, FP8, ("native", "kernels")),
+    "mxfp4": ("GptOssConfig", "GptOssForCausalLM", GPT_OSS_20B, 24, MXFP4, ("native", "stock routing")),
+    "w4a16": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM", QWEN3_30B, 24, GPTQ, ("native",)),
+    "gemma-4": ("Gemma4TextConfig", "Gemma4ForCausalLM", GEMMA4_26B, 18, None, ("auto",)),
+    "qwen3.6": ("Qwen3_5MoeTextConfig", "Qwen3_5MoeForCausalLM", QWEN36_35B, 20, None, ("auto",)),
+}
+WAYS: dict[str, dict[str, Any]] = {
+    "auto": {}, "native": {"executor": "native"}, "kernels": {"kernels": True},
+    "stock routing": {"executor": "native", "routing": "vllm"},
+}  # fmt: skip
+POISONED = (1, 4, 16, 300)  # tokens
+ROUNDS = 7
+
+
+# ---- an engine --------------------------------------------------------------------------------------------------
+
+
+def sizes_of(model: str, options: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
+    """The model's configuration, and the sizes a plan wants."""
+    import transformers
+
+    kind, architecture, sizes, layers, quantised, _ = MODELS[model]
+    given = {**sizes, "num_hidden_layers": options.layers or layers}
+    if options.tiny:
+        assert kind == "Qwen3MoeConfig", "tiny models are Qwen3's"
+        given = {**TINY, "hidden_size": 256, "moe_intermediate_size": 128, "head_dim": 64}
+    config = getattr(transformers, kind)(**given, architectures=[architecture], dtype="bfloat16")
+    if quantised and not options.tiny:
+        config.quantization_config = quantised
+    of = {name: getattr(config, name, None) for name in ("num_local_experts", "top_k_experts", "moe_intermediate_size")}
+    return config, {
+        "hidden_size": config.hidden_size, "num_hidden_layers": config.num_hidden_layers, "vocab_size": config.vocab_size,
+        "num_experts": getattr(config, "num_experts", None) or of["num_local_experts"],
+        "num_experts_per_tok": getattr(config, "num_experts_per_tok", None) or of["top_k_experts"],
+        "moe_intermediate_size": of["moe_intermediate_size"] or config.intermediate_size,
+    }  # fmt: skip
+
+
+class Engine:
+    """Serves one model in one way."""
+
+    def __init__(self, options: argparse.Namespace):
+        model, _, way = options.serve.partition("/")
+        config, sizes = sizes_of(model, options)
+        folder = Path(tempfile.mkdtemp())
+        config.save_pretrained(folder)
+        self.vocabulary, self.stock = int(sizes["vocab_size"]), way == "vLLM"
+        given = {"allow_other_weights": True, "restore": False, "policy": "share", **WAYS.get(way, {})}
+        ace = {} if self.stock else engine_args(write_plan(folder / "plan.safetensors", sizes), 0.0, **given)
+        self.llm = start(folder, options, worker="poison.PoisonWorker", **ace)
+
+    def facts(self) -> Any:
+        return self.llm.collective_rpc("check_facts")[0]
+
+    def poison(self) -> Any:
+        return self.llm.collective_rpc("check_poison", args=(list(POISONED),))[0]
+
+    def time(self, tau: float | None, batch: int, prompt: int, tokens: int, seed: int) -> list[float]:
+        """Milliseconds a token, the realised ratio, and milliseconds of a step on the device."""
+        if tau is not None and not self.stock:
+            self.llm.collective_rpc("ace_set", kwargs={"threshold": tau})
+            self.llm.collective_rpc("ace_reset")
+        self.llm.collective_rpc("check_steps", args=(True,))
+        _, token = generate(self.llm, batch, prompt, tokens, seed, self.vocabulary)
+        replays = self.llm.collective_rpc("check_steps", args=(False,))[0]
+        realised = 0.0 if self.stock else ratios(self.llm)[phase_of(tokens)]
+        return [1e3 * token, realised, sum(replays) / (tokens - 1)]
+
+
+# ---- the check --------------------------------------------------------------------------------------------------
+
+
+def measure(engines: dict[str, Version], size: tuple[int, int, int], ratio: float) -> dict[str, Any]:
+    """Medians of each way at one size, the rounds interleaved."""
+    ways: list[tuple[str, str, float | None]] = [("vLLM", "vLLM", None)]
+    for name in engines:
+        if name != "vLLM":
+            ways += [(f"{name} 0%", name, 0.0), (f"{name} {ratio:.0%}", name, settle(engines[name], ratio, size))]
+    found: dict[str, list[list[float]]] = {way: [] for way, *_ in ways}
+    for seed in range(ROUNDS + 1):  # the first warms up
+        for way, name, tau in ways:
+            found[way].append(engines[name].time(tau, *size, seed))
+    row: dict[str, Any] = {
+        "batch": size[0],
+        "prompt": size[1],
+        "tokens": size[2],
+        "thresholds": {w: t for w, _, t in ways},
+    }
+    for at, what in enumerate(("ms", "realised", "step_ms")):
+        row[what] = {way: statistics.median(values[at] for values in times[1:]) for way, times in found.items()}
+    row["all_ms"] = {way: [round(values[0], 4) for values in times[1:]] for way, times in found.items()}
+    return row
+
+
+def show(model: str, row: dict[str, Any]) -> None:
+    for what in ("ms", "step_ms"):
+        base = row[what]["vLLM"] or 1.0
+        parts = (f"{way} {ms:.3f} ({ms / base:.3f}, {row['realised'][way]:.0%})" for way, ms in row[what].items())
+        print(f"{model:>8} batch {row['batch']:>3} {what:>7}  " + "  ".join(parts), flush=True)
+
+
+def check(model: str, engines: dict[str, Version], options: argparse.Namespace) -> dict[str, Any]:
+    facts = {way: engine.facts() for way, engine in engines.items()}
+    for way, found in facts.items():
+        print(f"{model:>8} {way}: {json.dumps(found, ensure_ascii=False)}", flush=True)
+    rows = []
+    for batch in options.batches:
+        rows.append(measure(engines, (batch, options.prompt, options.decode + 1), options.ratio))
+        show(model, rows[-1])
+    poisoned = {way: engine.poison() for way, engine in engines.items() if way != "vLLM"}
+    for way, found in poisoned.items():
+        print(f"{model:>8} {way} poisoned: {json.dumps(found)}", flush=True)
+    return {"executors": facts, "poison": poisoned, "rows": rows}
+
+
+def launch(options: argparse.Namespace) -> dict[str, dict[str, Version]]:
+    """All at once: an engine takes minutes to start, most of it on one core."""
+    engines: dict[str, dict[str, Version]] = {}
+    for model in options.models:
+        engines[model] = {}
+        for way in ("vLLM", *(["auto"] if options.tiny else MODELS[model][-1])):
+            own = {"VLLM_CACHE_ROOT": tempfile.mkdtemp()}  # what one compiled is not the other's
+            engines[model][way] = Version(__file__, HERE, [f"{model}/{way}", *sys.argv[1:]], **own)
+    return engines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--serve", help=argparse.SUPPRESS)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=["fp8", "mxfp4"])
+    parser.add_argument("--layers", type=int, help="as many layers in every model")
+    parser.add_argument("--batches", type=int, nargs="*", default=[4, 16])
+    parser.add_argument("--prompt", type=int, default=128)
+    parser.add_argument("--decode", type=int, default=48)
+    parser.add_argument("--ratio", type=float, default=0.6)
+    parser.add_argument("--tiny", action="store_true", help="a tiny unquantised shape, for a CPU")
+    parser.add_argument("--eager", action="store_true")
+    parser.add_argument("--memory", type=float, default=0.12)
+    parser.add_argument("--cache", type=float, default=2.0)
+    parser.add_argument("--length", type=int, default=512)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    if options.serve:
+        return serve(Engine(options))
+    results: dict[str, Any] = {
+        "command": "python benchmarks/check_executors.py " + " ".join(sys.argv[1:]),
+        "device": device(),
+    }
+    for model, engines in launch(options).items():
+        try:
+            for engine in engines.values():
+                engine.wait()
+            results[model] = check(model, engines, options)
+        except SystemExit as error:  # one model's engine that does not start leaves the others to be seen
+            print(f"{model:>8} {error}", flush=True)
+        for engine in engines.values():
+            engine.end()
+        if options.out:
+            options.out.write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
