@@ -35,7 +35,9 @@ def main() -> None:
     )  # type: ignore[arg-type]
     more = {key: {"factor_a": torch.ones(1), "own": torch.rand(4, 2)} for key in plain.tables}
     full = mapped.with_tables(more, {"params": {}}, shapes={"own": ["experts", "top_k"]}, guarded={"factor_a": ["0"]})
-    curve = Curve(shaping(Share().settings), Workload("text.txt", "0" * 64, 64), torch.tensor([[0, 0.1, 0.5], [0, 0.4, 0.8]]))
+    curve = Curve(
+        shaping(Share().settings), Workload("text.txt", "0" * 64, 64), torch.tensor([[0, 0.1, 0.5], [0, 0.4, 0.8]])
+    )
     settings = {"settings": Share().settings, "factor": None}
     curved = replace(mapped.with_curve(curve), recommendation=settings, made=({"command": "ace tables"},))
     for name, plan in (("plain", plain), ("mapped", mapped), ("full", full), ("curved", curved)):

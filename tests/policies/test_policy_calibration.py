@@ -144,7 +144,9 @@ def test_uncentred_rcr_table(demo_model):
         q = rows[e] / rows[e].square().mean().sqrt()
         raw.append(expert(demo_model, 1, e, q[None]).norm() / q.norm())
     raw = torch.stack(raw).detach()
-    torch.testing.assert_close(tables(layer, ["rcr_uncentred"])[0]["rcr_uncentred"], raw / raw.mean(), rtol=1e-4, atol=0)
+    torch.testing.assert_close(
+        tables(layer, ["rcr_uncentred"])[0]["rcr_uncentred"], raw / raw.mean(), rtol=1e-4, atol=0
+    )
 
 
 def test_weight_similarity_table(demo_model):
