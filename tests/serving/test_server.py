@@ -3,99 +3,16 @@
 from __future__ import annotations
 
 import json
-import socket
-import subprocess
-import sys
 import time
-import urllib.error
-import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
-from serving_cases import MAX_TOKENS, PROMPTS, Case, environment
+from serving_cases import PROMPTS, Case
+from serving_server import Server, serving
 
 from ace_moe.loading import load_tokenizer
-
-KEY = "a-key"
-
-
-class Server:
-    def __init__(self, port: int, model: str):
-        self.port, self.model = port, model
-
-    def send(self, path: str, body: Any = None, key: str | None = KEY) -> tuple[int, str]:
-        data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(
-            f"http://127.0.0.1:{self.port}{path}", data, {"content-type": "application/json"}
-        )
-        if key:
-            request.add_header("authorization", f"Bearer {key}")
-        try:
-            with urllib.request.urlopen(request, timeout=300) as answer:
-                return answer.status, answer.read().decode()
-        except urllib.error.HTTPError as error:
-            return error.code, error.read().decode()
-
-    def complete(self, prompt: str, tokens: int = MAX_TOKENS, **more: Any) -> dict[str, Any]:
-        body = {
-            "model": self.model,
-            "prompt": prompt,
-            "max_tokens": tokens,
-            "temperature": 0,
-            "ignore_eos": True,
-            **more,
-        }
-        status, text = self.send("/v1/completions", body)
-        assert status == 200, text
-        return json.loads(text)["choices"][0]
-
-
-@contextmanager
-def serving(log: Path, model: Path, *options: str, cached: bool = False, **more: str) -> Iterator[Server]:
-    """`cached`: with vLLM's prefix cache."""
-    caching = "--enable-prefix-caching" if cached else "--no-enable-prefix-caching"
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [
-        str(Path(sys.executable).parent / "ace"), "serve", str(model), *options, "--port", str(port), "--dtype", "float32",
-        "--max-model-len", "512", "--enforce-eager", caching, "--api-key", KEY, "--no-restore",
-    ]  # fmt: skip
-    env = {
-        **environment(),
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_LOGGING_LEVEL": "WARNING",
-        **more,
-    }
-    with log.open("w") as out:
-        process = subprocess.Popen(command, env=env, stdout=out, stderr=subprocess.STDOUT)
-    server = Server(port, str(model))
-    try:
-        _wait(process, server, log)
-        yield server
-    finally:
-        process.terminate()
-        try:
-            process.wait(30)
-        except subprocess.TimeoutExpired:
-            process.kill()
-
-
-def _wait(process: subprocess.Popen[bytes], server: Server, log: Path) -> None:
-    for _ in range(240):
-        assert process.poll() is None, log.read_text()[-6000:]
-        try:
-            if server.send("/health")[0] == 200:
-                return
-        except OSError:
-            pass
-        time.sleep(1)
-    raise AssertionError(log.read_text()[-6000:])
 
 
 @pytest.mark.vllm
