@@ -88,7 +88,7 @@ def serving(
 
 
 def _wait(process: subprocess.Popen[bytes], server: Server, log: Path) -> None:
-    for _ in range(240):
+    for _ in range(900):
         assert process.poll() is None, log.read_text()[-6000:]
         try:
             if server.send("/health")[0] == 200:
