@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import socket
 import subprocess
 import sys
@@ -74,7 +76,7 @@ def serving(
         **more,
     }
     with log.open("w") as out:
-        process = subprocess.Popen(command, env=env, stdout=out, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(command, env=env, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
     server = Server(port, str(model), process.pid)
     try:
         _wait(process, server, log)
@@ -84,7 +86,7 @@ def serving(
         try:
             process.wait(30)
         except subprocess.TimeoutExpired:
-            process.kill()
+            os.killpg(process.pid, signal.SIGKILL)  # its engine too
 
 
 def _wait(process: subprocess.Popen[bytes], server: Server, log: Path) -> None:
