@@ -47,7 +47,7 @@ def requests(rng: random.Random, text: str) -> list[dict[str, Any]]:
     """Prompts from a few places of the text, so that some begin alike and the cache has work."""
     made = []
     for _ in range(A_ROUND):
-        start, length = rng.randrange(64) * 1000, rng.choice((20, 200, 800))
+        start, length = rng.randrange(len(text) // 1000 - 1) * 1000, rng.choice((20, 200, 800))
         own = {"vllm_xargs": {"ace_skip": rng.choice(BUDGETS)}} if rng.random() < 0.5 else {}
         made.append({"prompt": text[start : start + length], "tokens": rng.choice((1, 2, 8, 24)), **own})
     return made

@@ -13,36 +13,31 @@ import typer
 
 from ..errors import BudgetError, IntegrationError, OptionError
 from .common import (
-    AUTO,
     SKIP,
     AllowOtherWeights,
-    GainName,
-    MinActive,
-    MinMass,
     Model,
-    PolicyName,
-    Preset,
     Quiet,
     Skip,
     WorkloadName,
-    app,
     here,
     note,
     warn_of_loss,
 )
+from .groups import Deciding, command
 from .outputs import check_output
 from .show import check_writable
 
 FORWARDED = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 
-@app.command(
+@command(
     context_settings=FORWARDED,
     epilog="Example: ace serve Qwen/Qwen3-30B-A3B --plan plan.safetensors --skip 0.3 --port 8000 --tensor-parallel-size 2",
 )
 def serve(
     context: typer.Context,
     model: Model,
+    deciding: Deciding,
     plan: Annotated[
         Path | None,
         typer.Option(
@@ -56,11 +51,6 @@ def serve(
         Path | None,
         typer.Option(help="Text to map the budget on, where the plan has none for it. Default: the model's own."),
     ] = None,
-    policy: PolicyName = AUTO,
-    preset: Preset = None,
-    gain: GainName = None,
-    min_active: MinActive = None,
-    min_mass: MinMass = None,
     workload: WorkloadName = None,
     restore: Annotated[
         bool | None, typer.Option(help="Run skipped slots whose expert is read anyway. Default: yes, in decode.")
@@ -92,8 +82,8 @@ def serve(
         "prefill": skip if skip_prefill is None else skip_prefill, "decode": skip if skip_decode is None else skip_decode
     }  # fmt: skip
     given = {
-        "skip": budget, "policy": policy, "preset": preset, "gain": gain, "min_active": min_active, "min_mass": min_mass,
-        "workload": workload, "kernels": parse_kernels(kernels), "allow_other_weights": allow_other_weights,
+        "skip": budget, **deciding.given, "workload": workload,
+        "kernels": parse_kernels(kernels), "allow_other_weights": allow_other_weights,
         "restore": restore, "track": track, "skip_max": skip_max, "target_tpot": target_tpot,
         "trace": trace and traced(trace, plan, text), "trace_tokens": trace_tokens,
     }  # fmt: skip
