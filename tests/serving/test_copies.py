@@ -22,13 +22,21 @@ LIKE: dict[str, Callable[[Path], tuple[Path, Path]]] = {
 }
 
 
+def as_published(config: Path) -> None:
+    """DeepSeek's files name its router, which transformers knows by itself and vLLM does not."""
+    found = json.loads(config.read_text())
+    if found["model_type"] == "deepseek_v3":
+        config.write_text(json.dumps(found | {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}))
+
+
 @pytest.mark.vllm
 @pytest.mark.parametrize("name", LIKE)
 def test_from_tables_to_a_server(name: str, tmp_path: Path) -> None:
     packed, plain = LIKE[name](tmp_path)
-    plan, text = tmp_path / "plan.safetensors", tmp_path / "text.txt"
     for folder in (packed, plain):
+        as_published(folder / "config.json")
         save_tokenizer(folder)
+    plan, text = tmp_path / "plan.safetensors", tmp_path / "text.txt"
     text.write_text("All that is gold does not glitter, not all those who wander are lost. " * 20)
     assert run_ace("tables", packed, "-o", plan).code == 0
     sizes = ("--window", 32, "--tokens", 256, "--budgets", "0.3")
@@ -39,4 +47,4 @@ def test_from_tables_to_a_server(name: str, tmp_path: Path) -> None:
         server.send("/ace", {"reset": True})
         served, report = server.complete("gold", 8)["text"], json.loads(server.send("/ace")[1])
     assert report["skip"] == 0.3 and report["realised"] == pytest.approx(expanded["realised"])
-    assert served == expanded["text"]
+    assert served.split() == expanded["text"].split()  # a byte is a token: each is decoded with a space around it
