@@ -143,7 +143,7 @@ def _plan(path: Path | None, model: str) -> Plan:
 def _facts(subject: Subject, model: str, *files: Path | None) -> dict[str, Any]:
     from ..checkpoint.model import called
     from ..evaluate.subject import facts
-    from ..provenance import file_hash
+    from ..files import file_hash
 
     return facts(subject, called(model), {path.name: file_hash(path) for path in files if path is not None})
 

@@ -194,10 +194,11 @@ def budget(
     What the policy needs beside, further tables or a calibration on the text's first windows, goes into the plan too.
     """
     from ..checkpoint import MoEModel
+    from ..files import file_hash
     from ..plan import Plan, update
     from ..planning import least_reading, map_budgets, most_within, texts_for
     from ..planning.partial import Partial
-    from ..provenance import file_hash, provenance
+    from ..provenance import provenance
     from ..runtime.settings import check_budget, check_tables, policy_for
     from ..tables import TABLES
     from ..text import check_sizes, read_text

@@ -149,11 +149,12 @@ def find_plan(model: str, plan: Path | None, settings: Any, text: Path | None) -
 
 def map_missing(model: str, settings: Any, text: Path | None) -> str | None:
     """Thresholds for the budgets that the plan has none for, as `ace budget` maps them; the name of the text to take."""
+    from ..files import file_hash
     from ..integrations.vllm.settings import check_content
     from ..loading import load_model
     from ..plan import Plan, labels, update
     from ..planning import map_budgets, text_for
-    from ..provenance import file_hash, provenance
+    from ..provenance import provenance
     from ..runtime.settings import by_phase, check_budget
 
     read = Plan.load(settings.plan)

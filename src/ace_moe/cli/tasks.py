@@ -60,8 +60,9 @@ def perplexity(
     from ..checkpoint.model import called
     from ..evaluate.perplexity import pieces, protocol_named
     from ..evaluate.quality import run, setup_of
+    from ..files import file_hash
     from ..loading import check_window
-    from ..provenance import file_hash, provenance
+    from ..provenance import provenance
     from ..text import check_sizes, read_text
 
     chosen = protocol_named(protocol)
@@ -122,9 +123,9 @@ def evaluate_tasks(
     """Accuracy on tasks, zero-shot and greedy, with intervals and paired differences to the unskipped model."""
     from ..evaluate import tasks as of
     from ..evaluate.sandbox import check_allowed
+    from ..files import file_hash
     from ..loading import check_device, default_device
     from ..plan import Plan
-    from ..provenance import file_hash
 
     check_output(output, "results", plan)
     names, skips, device = of.parse_tasks(tasks), parse_budgets(skip), device or default_device()

@@ -54,10 +54,11 @@ def tune(
     A run that was stopped goes on where it was. Afterwards `policy auto`, the default everywhere, is what was found.
     """
     from ..checkpoint import MoEModel
+    from ..files import file_hash
     from ..plan import Plan, update
     from ..planning import text_for
     from ..planning import tune as search
-    from ..provenance import file_hash, provenance
+    from ..provenance import provenance
     from ..runtime.settings import check_budget
     from ..text import check_sizes, read_text
 
