@@ -14,7 +14,13 @@ from serving_server import serving
 from bad_input.bad_input_cases import save_tokenizer
 from command import run_ace
 
-MLA = {"qk_nope_head_dim": 32, "qk_rope_head_dim": 32, "v_head_dim": 32, "kv_lora_rank": 64}  # what vLLM's kernels take
+MLA = {
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "qk_head_dim": 192,
+    "v_head_dim": 128,
+    "kv_lora_rank": 512,
+}  # as published: vLLM takes no other
 LIKE: dict[str, Callable[[Path], tuple[Path, Path]]] = {
     "gpt-oss": lambda tmp: gpt_oss(tmp, head_dim=32),
     "DeepSeek": lambda tmp: quantise(tmp, "deepseek_v3", lambda key, number: "fp8 block", **MLA),
