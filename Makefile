@@ -6,6 +6,9 @@ endif
 NEW = $(if $(PYTHON),$(PYTHON) -m venv,$(error Python 3.10 to 3.13 is needed and none was found; install one, or name it: make PYTHON=/path/to/python3))
 VENV   ?= .venv
 BIN    := $(VENV)/bin
+# Lock files name every package with its hashes. What torch from PyPI needs beside (CUDA) comes with our own package.
+LOCKED := pip install --quiet --disable-pip-version-check --require-hashes --no-deps
+OURS   := pip install --quiet --disable-pip-version-check --no-build-isolation -e .
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
@@ -62,30 +65,30 @@ setup: $(VENV)/.ready
 $(VENV)/.ready: requirements-dev.lock pyproject.toml
 	@echo "$(@D): made with $(PYTHON)"
 	$(NEW) $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements-dev.lock
-	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	$(BIN)/$(LOCKED) -r requirements-dev.lock
+	$(BIN)/$(OURS)
 	touch $@
 
 $(VENV)-%/.ready: requirements-dev.lock pyproject.toml
 	@echo "$(@D): made with $(PYTHON)"
 	$(NEW) $(VENV)-$*
-	grep -vE '^(transformers|huggingface_hub|tokenizers)==' requirements-dev.lock > $(VENV)-$*/requirements.txt
-	$(VENV)-$*/bin/pip install --quiet --disable-pip-version-check -r $(VENV)-$*/requirements.txt "transformers==$*.*"
-	$(VENV)-$*/bin/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	sed -E '/^(transformers|huggingface-hub|tokenizers)==/,/[^\\]$$/d' requirements-dev.lock > $(VENV)-$*/requirements.txt
+	$(VENV)-$*/bin/$(LOCKED) -r $(VENV)-$*/requirements.txt
+	$(VENV)-$*/bin/$(OURS) "transformers==$*.*"
 	touch $@
 
 # Without their dependencies: vLLM's would bring torchvision for CUDA, which breaks transformers beside a CPU torch.
 $(VENV)-vllm/.ready: requirements-vllm.lock pyproject.toml
 	@echo "$(@D): made with $(PYTHON)"
 	$(NEW) $(VENV)-vllm
-	$(VENV)-vllm/bin/pip install --quiet --disable-pip-version-check --no-deps -r requirements-vllm.lock
-	$(VENV)-vllm/bin/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	$(VENV)-vllm/bin/$(LOCKED) -r requirements-vllm.lock
+	$(VENV)-vllm/bin/$(OURS) --no-deps torch==2.13.0+cpu
 	touch $@
 
 $(VENV)-docs/.ready: requirements-docs.lock
 	@echo "$(@D): made with $(PYTHON)"
 	$(NEW) $(VENV)-docs
-	$(VENV)-docs/bin/pip install --quiet --disable-pip-version-check -r requirements-docs.lock
+	$(VENV)-docs/bin/$(LOCKED) -r requirements-docs.lock
 	touch $@
 
 clean:

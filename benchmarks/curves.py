@@ -19,12 +19,13 @@ import torch
 from transformers import PreTrainedModel
 
 from ace_moe import ACE, build_plan
+from ace_moe.files import file_hash
 from ace_moe.loading import load_model
 from ace_moe.plan import Plan
 from ace_moe.planning import Passes, map_budgets, text_for
 from ace_moe.planning.passes import attached
 from ace_moe.policies import Policy, make
-from ace_moe.provenance import file_hash, provenance
+from ace_moe.provenance import provenance
 from ace_moe.text import Windows
 
 MAPPED = [round(0.1 * n, 1) for n in range(1, 9)]

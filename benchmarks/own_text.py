@@ -13,11 +13,12 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from ace_moe import build_plan
+from ace_moe.files import file_hash
 from ace_moe.loading import load_model
 from ace_moe.planning import Mapped, Passes, map_budgets, text_for
 from ace_moe.planning.passes import attached
 from ace_moe.policies import make
-from ace_moe.provenance import file_hash, provenance
+from ace_moe.provenance import provenance
 
 BUDGETS = (0.3, 0.5, 0.6)
 EACH = {0.3: 0.07, 0.5: 0.04, 0.6: 0.04}  # how far a text's ratio may be from the request

@@ -1,10 +1,11 @@
 """Whether vLLM with the plugin says what transformers with ACE says: greedy tokens, log-probabilities, kept slots.
 
     python benchmarks/serving_agreement.py MODEL [--dtypes float32 bfloat16] [--budget 0.5] [--out FILE]
+    python benchmarks/serving_agreement.py MODEL --dtypes bfloat16 --threshold 0.108 --text FILE --prompts 48
 
 τ is put into a gap between the scores that the transformers integration sees, so that rounding may not flip a slot in
 fp32. Further types use the same τ: in bf16 the two engines round differently already without skipping, and their agreement
-at threshold 0 is shown beside.
+at threshold 0 is shown beside. Where one token differs, all behind it may: prompts that agree to the end are counted too.
 """
 
 from __future__ import annotations
@@ -32,13 +33,15 @@ from ace_moe.integrations.vllm.control import report, reset, set_threshold
 from ace_moe.loading import load_model, load_tokenizer
 from ace_moe.plan import Plan
 
+WORDS = 24  # of a piece of text
+
 
 def references(
     model: str, plan: Plan, dtype: str, threshold: float | None, options: argparse.Namespace
 ) -> list[Reference]:
     """At threshold 0 and at the budget: at a threshold in a gap, or at the one that fp32 had."""
     tokenizer = load_tokenizer(model)
-    starts = [tokenizer(text)["input_ids"] for text in PROMPTS]
+    starts = [tokenizer(text)["input_ids"] for text in prompts(options)]
     loaded = load_model(model, dtype=dtype)
     ace = ACE(plan)
     with ace(loaded):
@@ -63,15 +66,27 @@ def engine(model: str, plan: Path, dtype: str, options: argparse.Namespace) -> A
     )  # fmt: skip
 
 
-def compare(llm: Any, model: str, wanted: Reference, tokens: int) -> dict[str, Any]:
+def prompts(options: argparse.Namespace) -> list[str]:
+    """The tests' own, or so many pieces of a text."""
+    if options.text is None:
+        return list(PROMPTS)
+    words = options.text.read_text(encoding="utf-8").split()
+    return [" ".join(words[at : at + WORDS]) for at in range(0, len(words) - WORDS, len(words) // options.prompts)][
+        : options.prompts
+    ]
+
+
+def compare(llm: Any, wanted: Reference, options: argparse.Namespace) -> dict[str, Any]:
     from vllm import SamplingParams, TokensPrompt
 
     set_threshold(llm, wanted.threshold)
     reset(llm)
-    tokenizer = load_tokenizer(model)
-    prompts = [TokensPrompt(prompt_token_ids=tokenizer(text)["input_ids"]) for text in PROMPTS]
-    params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, prompt_logprobs=1, detokenize=False)
-    outs = llm.generate(prompts, params, use_tqdm=False)
+    tokenizer = load_tokenizer(options.model)
+    given = [TokensPrompt(prompt_token_ids=tokenizer(text)["input_ids"]) for text in prompts(options)]
+    params = SamplingParams(
+        temperature=0, max_tokens=options.tokens, ignore_eos=True, prompt_logprobs=1, detokenize=False
+    )
+    outs = llm.generate(given, params, use_tqdm=False)
     worst = max(
         abs(entry.logprob - float(expected[token]))
         for out, logprobs in zip(outs, wanted.logprobs, strict=True)
@@ -81,11 +96,13 @@ def compare(llm: Any, model: str, wanted: Reference, tokens: int) -> dict[str, A
     pairs = [
         (a, b) for o, t in zip(outs, wanted.tokens, strict=True) for a, b in zip(o.outputs[0].token_ids, t, strict=True)
     ]
+    whole = sum(list(o.outputs[0].token_ids) == t for o, t in zip(outs, wanted.tokens, strict=True))
     found = report(llm)
     kept = {k: sum(phase["kept"] for phase in layer.values()) for k, layer in found["layers"].items()}
     return {
         "threshold": wanted.threshold, "nearest_score": wanted.nearest, "realised": found["realised"],
         "tokens": len(pairs), "equal_tokens": sum(a == b for a, b in pairs), "worst_prompt_logprob": worst,
+        "prompts": len(outs), "equal_prompts": whole,
         "kept": kept, "kept_transformers": {k: v for k, (_, v) in wanted.counts.items()},
     }  # fmt: skip
 
@@ -96,6 +113,9 @@ def main() -> None:
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--budget", type=float, default=0.5)
     parser.add_argument("--tokens", type=int, default=32)
+    parser.add_argument("--threshold", type=float, help="τ; without it one in a gap is looked for")
+    parser.add_argument("--text", type=Path)
+    parser.add_argument("--prompts", type=int, default=48, help="pieces of the text")
     parser.add_argument("--kernels", choices=["on", "off"], default="off")
     parser.add_argument("--eager", action="store_true")
     parser.add_argument("--out", type=Path)
@@ -109,15 +129,18 @@ def main() -> None:
 
     facts = {"command": command, "device": device, "torch": torch.__version__, "vllm": vllm.__version__}
     results: dict[str, Any] = dict(facts)
-    threshold = None
+    threshold = options.threshold
     for dtype in options.dtypes:
         wanted = references(options.model, plan, dtype, threshold, options)
         threshold = wanted[1].threshold
         llm = engine(options.model, path, dtype, options)
         for name, one in zip(("threshold 0", f"{options.budget:.0%}"), wanted, strict=True):
-            row = results[f"{dtype} {name}"] = compare(llm, options.model, one, options.tokens)
+            row = results[f"{dtype} {name}"] = compare(llm, one, options)
             same = "equal" if row["kept"] == row["kept_transformers"] else "differ"
-            tokens, worst = f"{row['equal_tokens']}/{row['tokens']} tokens", f"{row['worst_prompt_logprob']:.1e}"
+            tokens, worst = (
+                f"{row['equal_tokens']}/{row['tokens']} tokens, {row['equal_prompts']}/{row['prompts']} prompts",
+                f"{row['worst_prompt_logprob']:.1e}",
+            )
             print(
                 f"{dtype} {name}: {tokens}, worst |Δ log p| {worst}, realised {row['realised']:.3f}, kept slots {same}"
             )

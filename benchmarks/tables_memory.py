@@ -21,26 +21,28 @@ import torch
 from safetensors.torch import save_file
 from transformers import Qwen3MoeConfig
 
-EXPERTS, HIDDEN, MIDDLE = 128, 2048, 768
+EXPERTS, HIDDEN, MIDDLE, BLOCK = 128, 2048, 768, 128
 CHILD = """
 import json, resource, sys, time
-from ace_moe import build_plan
+from ace_moe import build_plan, progress
 start = time.perf_counter(); marks = []
-plan = build_plan(sys.argv[1], tick=lambda: marks.append(time.perf_counter()))
-plan.save(sys.argv[2])
+with progress.told(lambda *task: marks.append(time.perf_counter()))():
+    build_plan(sys.argv[1]).save(sys.argv[2])
 print(json.dumps({"peak_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6,
                   "seconds": time.perf_counter() - start,
-                  "seconds_per_layer": (marks[-1] - marks[0]) / (len(marks) - 1), "layers": len(marks)}))
+                  "seconds_per_layer": (marks[-1] - marks[0]) / (len(marks) - 1), "layers": len(marks) - 1}))
 """
 
 
-def write_checkpoint(folder: Path, layers: int) -> None:
-    """Per-expert tensors, one shard per layer, as published checkpoints have them."""
+def write_checkpoint(folder: Path, layers: int, fp8: bool = False) -> None:
+    """Per-expert tensors, one shard per layer, as published checkpoints have them; FP8 with a factor for 128 × 128."""
     config = Qwen3MoeConfig(
         hidden_size=HIDDEN, moe_intermediate_size=MIDDLE, num_hidden_layers=layers, num_experts=EXPERTS,
         num_experts_per_tok=8, num_attention_heads=32, num_key_value_heads=4, head_dim=128, norm_topk_prob=True,
         vocab_size=1024, architectures=["Qwen3MoeForCausalLM"],
     )  # fmt: skip
+    if fp8:
+        config.quantization_config = {"quant_method": "fp8", "weight_block_size": [BLOCK, BLOCK]}
     config.save_pretrained(folder)
     index = {}
     for layer in range(layers):
@@ -48,8 +50,11 @@ def write_checkpoint(folder: Path, layers: int) -> None:
         tensors, prefix = {}, f"model.layers.{layer}"
         for expert in range(EXPERTS):
             for name, shape in (("gate", (MIDDLE, HIDDEN)), ("up", (MIDDLE, HIDDEN)), ("down", (HIDDEN, MIDDLE))):
-                weight = torch.empty(shape, dtype=torch.bfloat16).normal_(0, 0.02)
-                tensors[f"{prefix}.mlp.experts.{expert}.{name}_proj.weight"] = weight
+                weight, at = torch.empty(shape, dtype=torch.bfloat16).normal_(0, 0.02), f"{prefix}.mlp.experts.{expert}"
+                tensors[f"{at}.{name}_proj.weight"] = (weight * 2048).to(torch.float8_e4m3fn) if fp8 else weight
+                if fp8:
+                    factors = torch.full((shape[0] // BLOCK, shape[1] // BLOCK), 1 / 2048)
+                    tensors[f"{at}.{name}_proj.weight_scale_inv"] = factors
         tensors[f"{prefix}.mlp.gate.weight"] = torch.empty(EXPERTS, HIDDEN, dtype=torch.bfloat16).normal_(0, 0.02)
         tensors[f"{prefix}.post_attention_layernorm.weight"] = torch.ones(HIDDEN, dtype=torch.bfloat16)
         shard = f"model-{layer + 1:05d}-of-{layers:05d}.safetensors"

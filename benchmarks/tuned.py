@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ace_moe import build_plan
+from ace_moe.files import file_hash
 from ace_moe.loading import load_model
 from ace_moe.planning import text_for, tune
 from ace_moe.planning.candidates import BASELINE, SCORES, key_of, label
@@ -24,7 +25,7 @@ from ace_moe.planning.evidence import Evidence, Part, logs_at
 from ace_moe.planning.journal import Journal
 from ace_moe.planning.trials import Trials
 from ace_moe.policies import PRESETS, TokenPolicy, make
-from ace_moe.provenance import file_hash, provenance
+from ace_moe.provenance import provenance
 from ace_moe.statistics import relative_change
 
 ALLOWED = 0.05  # how far the choice may be behind the best candidate

@@ -13,10 +13,12 @@ from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import pytest
+import typer.main
 
 from ace_moe import cli
 
 ACE = Path(sys.executable).with_name("ace")
+COMMANDS = typer.main.get_command(cli.app).commands  # type: ignore[attr-defined]
 
 
 class Ran(NamedTuple):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -30,6 +31,13 @@ def readme_code() -> str:
     """The README's own lines, with the embedded model in place of one that would be fetched."""
     code = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.S)[0]
     return re.sub(r'"Qwen/[^"]*"', "MODEL", code)
+
+
+def readme_commands() -> list[list[str]]:
+    """Its `ace` lines likewise; serving shows what it would start."""
+    lines = re.findall(r"^    (ace .*?)(?:  +#.*)?$", (ROOT / "README.md").read_text(encoding="utf-8"), re.M)
+    commands = [shlex.split(re.sub(r"Qwen/\S+", "demo", line)) for line in lines]
+    return [[*c, "--dry-run"] if c[1] == "serve" else c for c in commands]
 
 
 def call(*command: object, **options: object) -> str:
@@ -79,7 +87,7 @@ def test_what_is_in_them(built: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("python", PYTHONS.values(), ids=PYTHONS)
 def test_the_wheel_in_a_fresh_environment(built: Path, tmp_path: Path, python: str) -> None:
-    """Plain dependencies, another folder: version, plan, both texts, code, and the tour."""
+    """Another folder: with plain dependencies version, plan, both texts, README, the tour; with lm-eval a local task."""
     call(python, "-m", "venv", "fresh", cwd=tmp_path)
     here = tmp_path / "fresh" / "bin"
     call(here / "pip", "install", "--quiet", next(built.glob("*.whl")), cwd=tmp_path)
@@ -92,4 +100,12 @@ def test_the_wheel_in_a_fresh_environment(built: Path, tmp_path: Path, python: s
     )
     assert json.loads(shown)["skipped"]["tokens"] == 64
     call(here / "python", "-c", CHECK + readme_code(), **at)
+    for name, *arguments in readme_commands():
+        call(here / name, *arguments, **at)
     assert "perplexity" in call(here / "ace", "demo", **at)
+    call(here / "pip", "install", "--quiet", "lm-eval>=0.4.9", "accelerate>=1.0", cwd=tmp_path)
+    question = {"query": "Question: Where does the river end?", "choices": ["in the sea", "in a tree"], "gold": 0}
+    (tmp_path / "arc_easy.jsonl").write_text(json.dumps(question))
+    task = ("--skip", "0,0.3", "--tasks", "arc_easy", "--data", ".", "-o", "tasks.json", "--json")
+    found = json.loads(call(here / "ace", "eval", "demo", "-p", "plan.safetensors", *task, **at))
+    assert len(found["cells"]) == 2

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from ace_moe.demo import MODEL, TEXT
+from ace_moe.files import file_hash
 from ace_moe.plan import Plan
-from ace_moe.provenance import FIELDS, UNKNOWN, command, differing, file_hash, provenance, read
+from ace_moe.provenance import FIELDS, UNKNOWN, command, differing, provenance, read
 from ace_moe.version import __version__
 from command import run_ace
 

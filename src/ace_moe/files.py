@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import hashlib
 import os
 import stat
 import time
@@ -24,6 +25,15 @@ PATIENCE = 30.0  # seconds to wait for another process's write, which takes a mo
 def expand(path: str | Path) -> Path:
     """`~` as the home folder. A user that does not exist stays as typed, so that "there is no file" follows."""
     return Path(os.path.expanduser(path))
+
+
+def file_hash(path: str | Path) -> str:
+    """sha256 of a file's bytes."""
+    digest = hashlib.sha256()
+    with expand(path).open("rb") as file:
+        while piece := file.read(1 << 20):
+            digest.update(piece)
+    return digest.hexdigest()
 
 
 def cache_folder() -> Path:

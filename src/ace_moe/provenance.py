@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import hashlib
 import importlib.metadata
 import os
 import platform
@@ -47,15 +46,6 @@ def _short(part: str) -> str:
     path = os.path.expanduser(value)
     lies = path.startswith((os.sep, f".{os.sep}", f"..{os.sep}")) or (os.sep in path and os.path.exists(path))
     return flag + equals + (Path(path).name if lies else value)
-
-
-def file_hash(path: str | Path) -> str:
-    """sha256 of a file's bytes."""
-    digest = hashlib.sha256()
-    with Path(path).expanduser().open("rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
 
 
 def device_name(device: object) -> str:

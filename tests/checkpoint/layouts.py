@@ -16,14 +16,14 @@ import zoo
 Layout = tuple[Path, Path]
 
 
-def kimi(tmp: Path) -> Layout:
+def kimi(tmp: Path, **sizes: int) -> Layout:
     """DeepSeek-V3's code, experts as int4 in groups of 32, attention and shared experts plain."""
-    return quantise(tmp, "deepseek_v3", lambda key, number: "int4")
+    return quantise(tmp, "deepseek_v3", lambda key, number: "int4", **sizes)
 
 
-def gpt_oss(tmp: Path) -> Layout:
+def gpt_oss(tmp: Path, **sizes: int) -> Layout:
     """One packed tensor for a layer, transposed in memory, gate and up rows in turns."""
-    model = zoo.build("gpt_oss", num_hidden_layers=1, num_local_experts=4, vocab_size=260)
+    model = zoo.build("gpt_oss", **{"num_hidden_layers": 1, "num_local_experts": 4, "vocab_size": 260, **sizes})
     model.save_pretrained(tmp / "original")
     tensors = load_file(tmp / "original" / "model.safetensors")
     config = json.loads((tmp / "original" / "config.json").read_text())

@@ -19,7 +19,7 @@ EXPERT = re.compile(r"\.experts\.(\d+)\.\w+\.weight$")
 FAMILIES = ("qwen3_moe", "mixtral", "deepseek_v3", "glm4_moe", "minimax_m2", "olmoe")  # one tensor for each expert
 
 
-def small(family: str) -> PreTrainedModel:
+def small(family: str, **sizes: int) -> PreTrainedModel:
     few = {"num_experts": 4, "n_routed_experts": 4, "num_local_experts": 4}
     names = set(type(zoo.build(family).config).__dataclass_fields__)
     more = {k: v for k, v in few.items() if k in names} | (
@@ -27,7 +27,7 @@ def small(family: str) -> PreTrainedModel:
     )
     if family == "deepseek_v4":  # a hash layer of zeros sends every slot of a token to one expert
         more["mlp_layer_types"] = ["hash_moe", "moe"]
-    return zoo.build(family, num_hidden_layers=2, vocab_size=260, **more)
+    return zoo.build(family, **{"num_hidden_layers": 2, "vocab_size": 260, **more, **sizes})
 
 
 def write(folder: Path, tensors: dict[str, Tensor], config: dict, files: dict[str, str] | None = None) -> Path:
@@ -38,10 +38,10 @@ def write(folder: Path, tensors: dict[str, Tensor], config: dict, files: dict[st
 
 
 def quantise(
-    tmp: Path, family: str, case_of: Callable[[str, int], str], config: dict | None = None
+    tmp: Path, family: str, case_of: Callable[[str, int], str], config: dict | None = None, **sizes: int
 ) -> tuple[Path, Path]:
     """(quantised, plain) folders; `case_of` gives the format of each expert's matrix by its name and number."""
-    small(family).save_pretrained(tmp / "original")
+    small(family, **sizes).save_pretrained(tmp / "original")
     tensors = load_file(tmp / "original" / "model.safetensors")
     settings = json.loads((tmp / "original" / "config.json").read_text())
     packed, plain, files = dict(tensors), dict(tensors), {"format": "pt"}

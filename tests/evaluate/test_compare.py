@@ -20,9 +20,10 @@ from ace_moe.evaluate.compare import against, compare, score_of
 from ace_moe.evaluate.grid import FIRST, Grid, first_methods, parse_gains, parse_method, parse_methods, written
 from ace_moe.evaluate.store import open_results, read_json, write_json
 from ace_moe.evaluate.subject import Subject
+from ace_moe.files import file_hash
 from ace_moe.plan import Plan
 from ace_moe.policies import POLICIES, make
-from ace_moe.provenance import file_hash, provenance
+from ace_moe.provenance import provenance
 from ace_moe.provenance import read as read_record
 from ace_moe.text import Windows, windows_of
 from command import run_ace

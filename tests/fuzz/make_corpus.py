@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -15,7 +16,8 @@ from targets import checkpoint  # noqa: E402
 
 from ace_moe import build_plan  # noqa: E402
 from ace_moe.plan import Threshold, Workload  # noqa: E402
-from ace_moe.policies import Ace  # noqa: E402
+from ace_moe.plan.curves import Curve, shaping  # noqa: E402
+from ace_moe.policies import Ace, Share  # noqa: E402
 
 
 def put(target: str, name: str, data: bytes) -> None:
@@ -33,7 +35,12 @@ def main() -> None:
     )  # type: ignore[arg-type]
     more = {key: {"factor_a": torch.ones(1), "own": torch.rand(4, 2)} for key in plain.tables}
     full = mapped.with_tables(more, {"params": {}}, shapes={"own": ["experts", "top_k"]}, guarded={"factor_a": ["0"]})
-    for name, plan in (("plain", plain), ("mapped", mapped), ("full", full)):
+    curve = Curve(
+        shaping(Share().settings), Workload("text.txt", "0" * 64, 64), torch.tensor([[0, 0.1, 0.5], [0, 0.4, 0.8]])
+    )
+    settings = {"settings": Share().settings, "factor": None}
+    curved = replace(mapped.with_curve(curve), recommendation=settings, made=({"command": "ace tables"},))
+    for name, plan in (("plain", plain), ("mapped", mapped), ("full", full), ("curved", curved)):
         put("plan", name, plan.to_bytes())
     put("header", "whole", (model / "model.safetensors").read_bytes())
     put("config", "qwen3_moe", (model / "config.json").read_bytes())

@@ -6,6 +6,8 @@ import copy
 import gc
 import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ import zoo
 from ace_moe import ACE, build_plan
 from ace_moe.demo import MODEL
 from ace_moe.errors import IntegrationError
+from ace_moe.integrations.transformers import attachment
 from ace_moe.loading import load_model
 from ace_moe.plan import Plan
 from ace_moe.runtime import Layer
@@ -320,6 +323,33 @@ def test_two_threads_with_different_budgets(model: PreTrainedModel, plan: Plan) 
     assert wrong == []
     assert report["prefill"]["routed"] == passes * 12 * 8 * 6
     assert report["decode"]["routed"] == passes * 1 * 8 * 6
+
+
+def test_two_threads_attach_to_one_model(
+    model: PreTrainedModel, plan: Plan, stock: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One has it, the other is refused; both had passed the check where they meet."""
+    meeting, refuse = threading.Barrier(2), attachment.refuse_adapters
+
+    def meet(*given: Any) -> None:
+        with suppress(threading.BrokenBarrierError):
+            meeting.wait(0.3)
+        refuse(*given)
+
+    def attach(ace: ACE) -> str:
+        try:
+            return "has it" if ace.attach(model) else ""
+        except IntegrationError as error:
+            return str(error)
+
+    monkeypatch.setattr(attachment, "refuse_adapters", meet)
+    both = [ACE(plan), ACE(plan)]
+    with ThreadPoolExecutor(2) as pool:
+        refused, had = sorted(pool.map(attach, both))
+    assert had == "has it" and "already has a plan" in refused
+    for ace in both:
+        ace.detach()
+    torch.testing.assert_close(zoo.run(model), stock, rtol=0, atol=0)
 
 
 def test_a_failing_pass_lets_go(model: PreTrainedModel, plan: Plan) -> None:

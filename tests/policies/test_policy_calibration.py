@@ -12,7 +12,7 @@ from ace_moe.demo import MODEL, TEXT
 from ace_moe.errors import IntegrationError, PlanError, TextError
 from ace_moe.planning import calibrate, prepare
 from ace_moe.policies import POLICIES, make
-from ace_moe.tables import table
+from ace_moe.tables import tables
 from ace_moe.tables.build import add_tables
 from command import run_ace
 
@@ -144,7 +144,9 @@ def test_uncentred_rcr_table(demo_model):
         q = rows[e] / rows[e].square().mean().sqrt()
         raw.append(expert(demo_model, 1, e, q[None]).norm() / q.norm())
     raw = torch.stack(raw).detach()
-    torch.testing.assert_close(table("rcr_uncentred", layer), raw / raw.mean(), rtol=1e-4, atol=0)
+    torch.testing.assert_close(
+        tables(layer, ["rcr_uncentred"])[0]["rcr_uncentred"], raw / raw.mean(), rtol=1e-4, atol=0
+    )
 
 
 def test_weight_similarity_table(demo_model):
@@ -155,4 +157,4 @@ def test_weight_similarity_table(demo_model):
         gate, up = (experts.gate_up_proj[e].float() * scale).chunk(2)
         signatures.append(torch.cat([up.norm(dim=1), gate.norm(dim=1), experts.down_proj[e].float().norm(dim=0)]))
     expected = F.cosine_similarity(torch.stack(signatures)[:, None], torch.stack(signatures)[None], dim=-1).detach()
-    torch.testing.assert_close(table("sere_weights", layer), expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(tables(layer, ["sere_weights"])[0]["sere_weights"], expected, rtol=1e-5, atol=1e-6)

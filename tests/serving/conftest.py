@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -20,6 +21,7 @@ from ace_moe.planning import map_budgets
 from ace_moe.policies import make
 from ace_moe.text import Windows
 
+sys.path.append(str(Path(__file__).parents[1] / "checkpoint"))  # its quantised checkpoints are served here
 HAS_VLLM = importlib.util.find_spec("vllm") is not None
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import serving_collectives
 from serving_cases import MAX_TOKENS, PROMPTS, Case, environment
-from test_server import Server, free_port, serve_command, serving, stop
+from serving_server import Server, free_port, serve_command, serving, stop
 
 from ace_moe.loading import load_tokenizer
 
@@ -70,7 +70,7 @@ def test_two_engines_say_what_one_says_and_are_counted_together(
 @contextmanager
 def second_node(log: Path, command: list[str], env: dict[str, str]) -> Iterator[None]:
     with log.open("w") as out:
-        process = subprocess.Popen(command, env=env, stdout=out, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(command, start_new_session=True, env=env, stdout=out, stderr=subprocess.STDOUT)
     try:
         yield
     finally:

@@ -4,7 +4,7 @@ import os
 
 import pytest
 import torch
-from test_tables import random_layer
+from test_tables import ALL, random_layer, table
 
 import zoo
 from ace_moe import ACE, build_plan, rule
@@ -13,7 +13,7 @@ from ace_moe.errors import IntegrationError, PolicyError
 from ace_moe.integrations.vllm.settings import check_policy
 from ace_moe.plan import Plan
 from ace_moe.policies import make
-from ace_moe.tables import mean, table
+from ace_moe.tables import mean
 
 MEAN = {"policy": "share", "compensate": "mean"}
 
@@ -38,7 +38,7 @@ def test_the_mean_is_that_of_gaussian_inputs(interleaved):
     w = layer.w_in if interleaved else layer.w_in.mT  # [E, d, 2m]
     gate, up = (w[..., ::2], w[..., 1::2]) if interleaved else w.chunk(2, -1)
     up.add_(gate)
-    found, expected = mean.raw(layer), sampled(layer)
+    found, expected = mean.part(layer, ALL), sampled(layer)
     assert (found - expected).norm() < 0.02 * expected.norm()
 
 
@@ -55,7 +55,7 @@ def test_the_mean_of_a_models_own_activation(name):
 def test_a_far_longer_mean_is_cut():
     layer, *_ = random_layer(8, 16, 12, seed=1)
     layer.w_out[3] *= 1000
-    length = mean.raw(layer).norm(dim=1)
+    length = mean.cut(mean.part(layer, ALL)).norm(dim=1)
     assert float(length[3] / length.median()) == pytest.approx(mean.LONGEST, rel=1e-4)
 
 

@@ -6,12 +6,13 @@ from torch import nn
 
 import zoo
 from ace_moe import build_plan
-from ace_moe.checkpoint import MoELayer, MoEModel
+from ace_moe.checkpoint import MoELayer, MoEModel, records
 from ace_moe.errors import StructureError
-from ace_moe.tables import gsp, rcr, table
+from ace_moe.tables import TABLES, gsp, rcr, tables
 
 TOLERANCE = 1e-4  # relative, the bar of this project
 EPS = 1e-8
+ALL = slice(None)
 
 
 def random_layer(e, d, m, *, transposed=False, interleaved=False, dtype=torch.float32, seed=0):
@@ -50,6 +51,10 @@ def paper_rcr(rows, respond):
     q = centred / (centred.square().mean(1, keepdim=True).sqrt() + EPS)
     raw = respond(q).norm(dim=1) / (q.norm(dim=1) + EPS)
     return raw / (raw.mean() + EPS)
+
+
+def table(name, layer):
+    return tables(layer, [name])[0][name]
 
 
 def assert_close(found, expected):
@@ -157,12 +162,10 @@ def test_what_has_no_meaning_is_said_by_name():
     layer, *_ = random_layer(2, 8, 4)
     ungated = MoELayer(**{**vars(layer), "gated": False, "activate": torch.tanh})
     with pytest.raises(StructureError, match="no gate projection"):
-        gsp.raw(ungated)
+        gsp.part(ungated, ALL)
 
 
 def test_tables_do_not_depend_on_chunking(monkeypatch):
-    from ace_moe.checkpoint import records
-
     layer, *_ = random_layer(7, 32, 24)
     whole = {n: table(n, layer) for n in ("gsp", "rcr")}
     monkeypatch.setattr(records, "CHUNK_BYTES", 1)
@@ -170,8 +173,23 @@ def test_tables_do_not_depend_on_chunking(monkeypatch):
         torch.testing.assert_close(table(name, layer), values, rtol=1e-6, atol=0)
 
 
+def test_experts_are_read_once_for_all_tables(monkeypatch):
+    """Also where a chunk is one expert: reading and decoding is what tables on a GPU cost."""
+    layer, *_ = random_layer(5, 32, 24)
+    monkeypatch.setattr(records, "CHUNK_BYTES", 1)
+    reads = []
+
+    def stack(matrices):
+        return records.Stack(lambda e, device: reads.append(e) or matrices[e], matrices.shape)
+
+    found, _ = tables(MoELayer(**{**vars(layer), "w_in": stack(layer.w_in), "w_out": stack(layer.w_out)}), list(TABLES))
+    assert sorted(reads) == sorted([*range(5)] * 2)
+    for name, values in found.items():
+        torch.testing.assert_close(values, table(name, layer), rtol=1e-6, atol=0)
+
+
 def test_router_translation_changes_nothing():
     """RCR centres the rows: a vector added to all of them has no effect."""
     layer, *_ = random_layer(6, 32, 24)
     moved = MoELayer(**{**vars(layer), "router_rows": layer.router_rows + torch.randn(32)})
-    torch.testing.assert_close(rcr.raw(layer), rcr.raw(moved), rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(rcr.part(layer, ALL), rcr.part(moved, ALL), rtol=1e-4, atol=1e-6)

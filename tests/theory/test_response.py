@@ -20,7 +20,7 @@ LOOSE = 1 + 1e-4  # fp32
 def responses(layer: MoELayer, x: Tensor) -> Tensor:
     """‖f_e(x̄Γ)‖ of every expert on the same normalised input x̄ [d]: [E]."""
     assert layer.norm_scale is not None
-    return layer.respond((x * layer.norm_scale).expand(layer.num_experts, -1)).norm(dim=-1)
+    return layer.respond((x * layer.norm_scale).expand(layer.num_experts, -1), slice(None)).norm(dim=-1)
 
 
 def holds(layer: MoELayer, x: Tensor) -> bool:

@@ -192,9 +192,9 @@ def test_of_trained_experts(trained: list[MoELayer]) -> None:
     x = torch.randn(4, layer.hidden, generator=generator)
     gates, ids = (x @ layer.router_rows.T).softmax(-1).topk(8)
     gates = gates / gates.sum(-1, keepdim=True)
-    every = torch.stack([layer.respond(row.expand(layer.num_experts, -1)) for row in x])
+    every = torch.stack([layer.respond(row.expand(layer.num_experts, -1), slice(None)) for row in x])
     found = every.gather(1, ids.unsqueeze(-1).expand(-1, -1, layer.hidden))
-    tables = {name: TABLES[name](layer) for name in ("gsp", "rcr")}
+    tables = {name: TABLES[name].part(layer, slice(None)) for name in ("gsp", "rcr")}
     given_ = Routing(ids, gates, tables, torch.zeros(()))
     keep = ~skipped("ace", given_, 0.12, guarded=True)
     assert not keep.all()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -15,12 +14,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..errors import CheckpointError, brief
+from ..files import file_hash
 from .formats import Header
 from .records import Site
 from .shards import Shards
 from .source import CheckpointSource
 
-PIECE = 16 << 20
 TRIES, PAUSE = 5, 1.0
 SMALL = (".json", ".txt", ".model", ".jinja")
 
@@ -86,21 +85,13 @@ class Repository:
         told = get_hf_file_metadata(hf_hub_url(self.name, file, revision=self.commit))
         other = told.commit_hash != self.commit
         if not other and file in self.hashes:
-            other = _sha256(path) != self.hashes[file]
+            other = file_hash(path) != self.hashes[file]
         if other:
             self.drop()
             raise CheckpointError(
                 f"{self.name}/{file} is not the file of commit {self.commit[:12]}: the repository changed, or the download is "
                 "damaged. Run the command again; layers that are done are kept."
             )
-
-
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as data:
-        while piece := data.read(PIECE):
-            digest.update(piece)
-    return digest.hexdigest()
 
 
 def _unreachable(what: str, error: Exception) -> CheckpointError:

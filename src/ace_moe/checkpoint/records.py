@@ -50,9 +50,13 @@ class Stack:
         self, read: Callable[[int, torch.device], Tensor], shape: torch.Size, device: str | torch.device = "cpu"
     ):
         self.read, self.shape, self.device = read, shape, torch.device(device)
+        self._last: tuple[slice, Tensor] | None = None  # several tables ask for the same experts one after another
 
     def __getitem__(self, chunk: slice) -> Tensor:
-        return torch.stack([self.read(expert, self.device) for expert in range(self.shape[0])[chunk]])
+        if self._last is None or self._last[0] != chunk:
+            self._last = None  # before others come into memory
+            self._last = chunk, torch.stack([self.read(expert, self.device) for expert in range(self.shape[0])[chunk]])
+        return self._last[1]
 
     def to(self, device: str | torch.device) -> Stack:
         return Stack(self.read, self.shape, device)
@@ -136,13 +140,10 @@ class MoELayer:
         gate, up = w_in.chunk(2, dim=1)
         return Projections(gate, up, w_out)
 
-    def respond(self, x: Tensor) -> Tensor:
-        """Expert e on row e: x [E, d] → [E, d], the expert's complete forward in fp32."""
-        return torch.cat([self._respond(x, chunk) for chunk in self.chunks()])
-
-    def _respond(self, x: Tensor, chunk: slice) -> Tensor:
+    def respond(self, x: Tensor, chunk: slice) -> Tensor:
+        """Each expert of the chunk on its row: x [C, d] → [C, d], the expert's complete forward in fp32."""
         w_in, w_out = self._oriented(chunk)
-        z = torch.bmm(w_in, x[chunk].unsqueeze(-1)).squeeze(-1)
+        z = torch.bmm(w_in, x.unsqueeze(-1)).squeeze(-1)
         z = z if self.b_in is None else z + self.b_in[chunk].float()
         y = torch.bmm(w_out, self.activate(z).unsqueeze(-1)).squeeze(-1)
         return self.finish(y if self.b_out is None else y + self.b_out[chunk].float())

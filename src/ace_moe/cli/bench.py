@@ -50,8 +50,9 @@ def bench(
 ) -> None:  # fmt: skip
     """Time to first token and per output token, stock and skipped, in one run."""
     from ..bench.run import Bench, read_rate, result
+    from ..files import file_hash
     from ..plan import Plan
-    from ..provenance import file_hash, provenance
+    from ..provenance import provenance
     from .bench_table import chart as draw
     from .bench_table import latency_table
 

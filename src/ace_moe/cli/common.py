@@ -90,10 +90,6 @@ PlanPath = Annotated[
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1 … Default: the GPU if there is one.")]
-Dtype = Annotated[str, typer.Option(help="Precision to load in: float32, bfloat16, float16, or the checkpoint's own.")]
-DeviceMap = Annotated[
-    str | None, typer.Option(help="Instead of --device: auto spreads a model over GPUs and host memory.")
-]
 Skip = Annotated[float, typer.Option(help="The budget: fraction of routed slots to skip.")]
 PolicyName = Annotated[
     str,
@@ -102,7 +98,6 @@ PolicyName = Annotated[
         "share, fixed, top_p … (ace policies lists all)."
     ),
 ]
-Preset = Annotated[str | None, typer.Option(help="paper: the paper's method, unchanged.")]
 GainName = Annotated[
     str | None, typer.Option(help="How kept gates are rescaled: power, kept, none, aligned, or a number such as 1.05.")
 ]
@@ -198,15 +193,6 @@ class Bars:
             self.bars = None
         else:
             self.bars.remove_task(bar)
-
-
-def settings(
-    policy: str, preset: str | None, gain: str | None, min_active: int | None, min_mass: float | None
-) -> dict[str, Any]:
-    """Constructor options of ACE; what the user left out keeps the policy's own default."""
-    common = {"gain": gain, "min_active": min_active, "min_mass": min_mass}
-    given = {k: v for k, v in common.items() if v is not None}
-    return ({"preset": preset} if preset else {"policy": policy}) | given
 
 
 def parse_budgets(text: str) -> list[float]:

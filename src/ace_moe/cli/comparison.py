@@ -16,9 +16,6 @@ from . import show, show_results
 from .common import (
     AsJson,
     Device,
-    DeviceMap,
-    Dtype,
-    Expand,
     GainName,
     MinActive,
     MinMass,
@@ -30,8 +27,8 @@ from .common import (
     out,
     parse_budgets,
     print_json,
-    settings,
 )
+from .groups import Deciding, Loading, command
 from .outputs import check_output
 
 if TYPE_CHECKING:
@@ -52,12 +49,13 @@ OptionalPlan = Annotated[
 Out = Annotated[Path, typer.Option("--out", "-o", help="The results file; if it is there, it is continued.")]
 
 
-@app.command(
+@command(
     epilog="Example: ace compare Qwen/Qwen3-30B-A3B --methods ace,share --text sample.txt --tokens 65536 -o results.json"
 )
 def compare(
     model: Model,
     text: Text,
+    loading: Loading,
     methods: Annotated[
         str | None,
         typer.Option(
@@ -86,10 +84,6 @@ def compare(
     min_mass: MinMass = None,
     correct: Annotated[bool, typer.Option(help="Correct τ on the skipped model until the realised ratio fits.")] = True,
     rival: Annotated[str | None, typer.Option(help="Also show paired differences against this method.")] = None,
-    device: Device = None,
-    dtype: Dtype = "auto",
-    device_map: DeviceMap = None,
-    expand: Expand = False,
     as_json: AsJson = False,
 ) -> None:
     """Perplexity of every method at every budget and gain, with intervals; a killed run goes on where it was."""
@@ -105,7 +99,7 @@ def compare(
     common = {k: v for k, v in (("min_active", min_active), ("min_mass", min_mass)) if v is not None}
     named = FIRST if methods is None else parse_methods(methods)
     grid = Grid(named, tuple(parse_budgets(budgets or BUDGETS)), parse_gains(gains), common, correct)
-    loaded, tokenizer = _load(model, device, dtype, expand, device_map)
+    tokenizer, loaded = loading.load_both(model)
     windows = _windows(loaded, tokenizer, text, window, tokens)
     learned, notice = calibration_windows(loaded, tokenizer, text, windows, calibration)
     if notice and grid.calibrated:
@@ -133,15 +127,6 @@ def _check_some(results: dict[str, Any]) -> None:
         raise BudgetError(f"Nothing was measured: {' '.join(reasons)}")
 
 
-def _load(
-    model: str, device: str | None, dtype: str = "auto", expand: bool = False, device_map: str | None = None
-) -> tuple[PreTrainedModel, Any]:
-    from ..loading import load_model, load_tokenizer
-
-    tokenizer = load_tokenizer(model)
-    return load_model(model, device, dtype, expand, device_map), tokenizer
-
-
 def _windows(loaded: PreTrainedModel, tokenizer: Any, text: Path, window: int, tokens: int) -> Windows:
     from ..loading import load_windows
 
@@ -160,7 +145,7 @@ def _plan(path: Path | None, model: str) -> Plan:
 def _facts(subject: Subject, model: str, *files: Path | None) -> dict[str, Any]:
     from ..checkpoint.model import called
     from ..evaluate.subject import facts
-    from ..provenance import file_hash
+    from ..files import file_hash
 
     return facts(subject, called(model), {path.name: file_hash(path) for path in files if path is not None})
 
@@ -225,8 +210,8 @@ def study_thresholds(
     check_sizes(window, tokens, batch)
     for path in text:
         read_text(path)
-    made = choose(**settings(policy, None, gain, None, None))
-    loaded, tokenizer = _load(model, device)
+    made = choose(**Deciding(policy, gain=gain).settings)
+    tokenizer, loaded = Loading(device).load_both(model)
     workloads = [_windows(loaded, tokenizer, path, window, tokens) for path in text]
     subject = Subject(loaded, _plan(plan, model), workloads[0], batch)
     setup = thresholds.Study(subject, made, tuple(parse_budgets(budgets)), measured)
@@ -258,7 +243,7 @@ def study_tables(
         check_output(output, "results", text, plan)
     check_sizes(window, tokens, batch)
     read_text(text)
-    loaded, tokenizer = _load(model, device)
+    tokenizer, loaded = Loading(device).load_both(model)
     windows = _windows(loaded, tokenizer, text, window, tokens)
     used = _plan(plan, model)
     found = table_correlation(loaded, by_expert(used), windows, batch)

@@ -13,32 +13,21 @@ import typer
 from ..errors import AceError, BudgetError
 from . import show
 from .common import (
-    AUTO,
     SKIP,
     AllowOtherWeights,
     AsJson,
-    Device,
-    DeviceMap,
-    Dtype,
-    Expand,
-    GainName,
-    MinActive,
-    MinMass,
     Model,
-    PolicyName,
-    Preset,
     Quiet,
     Skip,
     WorkloadName,
-    app,
     err,
     here,
     note,
     out,
     print_json,
-    settings,
     warn_of_loss,
 )
+from .groups import Deciding, Loading, command
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -63,29 +52,22 @@ HELP = """/skip 0.4  another budget, at once
 /quit      end (Ctrl-D too)"""
 
 
-@app.command(
+@command(
     epilog='Example: ace run Qwen/Qwen3-30B-A3B --plan qwen3.safetensors --skip 0.3 --beside --prompt "Once upon a time"'
 )
 def run(
     model: Model,
     prompt: Annotated[str, typer.Option(help="What the model continues or answers.")],
+    deciding: Deciding,
+    loading: Loading,
     plan: OptionalPlan = None,
     skip: Skip = SKIP,
     beside: Annotated[bool, typer.Option("--beside", help="Show the unskipped model's text beside it.")] = False,
-    policy: PolicyName = AUTO,
-    preset: Preset = None,
-    gain: GainName = None,
-    min_active: MinActive = None,
-    min_mass: MinMass = None,
     workload: WorkloadName = None,
     max_new_tokens: NewTokens = 64,
     chat: Template = None,
     quiet: Quiet = False,
     allow_other_weights: AllowOtherWeights = False,
-    device: Device = None,
-    dtype: Dtype = "auto",
-    device_map: DeviceMap = None,
-    expand: Expand = False,
     as_json: AsJson = False,
 ) -> None:
     """Generate text with a budget, as it comes, and show the realised ratio; or both texts, side by side."""
@@ -94,9 +76,8 @@ def run(
 
     check_prompt(prompt, max_new_tokens)
     warn_of_loss([skip], quiet)
-    options = settings(policy, preset, gain, min_active, min_mass)
-    ace = _ace(model, plan, skip, workload, allow_other_weights, options)
-    tokenizer, loaded = _load(model, device, dtype, expand, device_map)
+    ace = _ace(model, plan, skip, workload, allow_other_weights, deciding.settings)
+    tokenizer, loaded = loading.load_both(model)
     template = has_template(tokenizer) if chat is None else chat
     text = as_text(tokenizer, [{"role": "user", "content": prompt}], template)
     ids = tokens_of(loaded, tokenizer, text, template)
@@ -125,14 +106,6 @@ def _ace(model: str, plan: Path | None, skip: float, workload: str | None, other
     return ACE.load(plan, skip, workload=workload, allow_other_weights=other, **options)
 
 
-def _load(
-    model: str, device: str | None, dtype: str, expand: bool, device_map: str | None
-) -> tuple[Any, PreTrainedModel]:
-    from ..loading import load_model, load_tokenizer
-
-    return load_tokenizer(model), load_model(model, device, dtype, expand, device_map)
-
-
 @contextmanager
 def _streamed(prompt: str, as_json: bool) -> Iterator[Any]:
     """Pieces go to stdout as they come, so that they can be piped; the prompt in front is for people alone."""
@@ -147,31 +120,26 @@ def _streamed(prompt: str, as_json: bool) -> Iterator[Any]:
 # ---- chat ---------------------------------------------------------------------------------------------------------
 
 
-@app.command(epilog="Example: ace chat Qwen/Qwen3-30B-A3B --plan qwen3.safetensors --skip 0.3")
+@command(epilog="Example: ace chat Qwen/Qwen3-30B-A3B --plan qwen3.safetensors --skip 0.3")
 def chat(
     model: Model,
+    deciding: Deciding,
+    loading: Loading,
     plan: OptionalPlan = None,
     skip: Skip = SKIP,
-    policy: PolicyName = AUTO,
-    preset: Preset = None,
-    gain: GainName = None,
     workload: WorkloadName = None,
     max_new_tokens: NewTokens = 256,
     template: Annotated[
         bool | None, typer.Option("--chat/--no-chat", help="Use the chat template. Default: if there is one.")
     ] = None,
     allow_other_weights: AllowOtherWeights = False,
-    device: Device = None,
-    dtype: Dtype = "auto",
-    device_map: DeviceMap = None,
-    expand: Expand = False,
 ) -> None:
     """Talk to a model and change the budget while you do: /skip 0.4."""
     from ..writing import check_prompt, has_template
 
     check_prompt("-", max_new_tokens)
-    ace = _ace(model, plan, skip, workload, allow_other_weights, settings(policy, preset, gain, None, None))
-    tokenizer, loaded = _load(model, device, dtype, expand, device_map)
+    ace = _ace(model, plan, skip, workload, allow_other_weights, deciding.settings)
+    tokenizer, loaded = loading.load_both(model)
     uses = has_template(tokenizer) if template is None else template
     show.print_line(err, f"{model}, {skip:.0%} of slots skipped. /help lists what else can be said.")
     with ace(loaded):

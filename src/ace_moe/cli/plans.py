@@ -13,29 +13,18 @@ import typer
 from ..errors import BudgetError
 from . import show
 from .common import (
-    AUTO,
     AllowOtherWeights,
     AsJson,
-    Device,
-    DeviceMap,
-    Dtype,
-    Expand,
-    GainName,
-    MinActive,
-    MinMass,
     Model,
     PlanPath,
-    PolicyName,
-    Preset,
     Quiet,
-    app,
     note,
     out,
     parse_budgets,
     print_json,
-    settings,
     warn_of_loss,
 )
+from .groups import Deciding, Loading, command
 from .outputs import check_output
 
 if TYPE_CHECKING:
@@ -58,23 +47,16 @@ Tokens = Annotated[int, typer.Option(help="Tokens of the text to use.")]
 Out = Annotated[Path, typer.Option("--out", "--output", "-o", help="Where the plan goes.")]
 
 
-@app.command(epilog="Example: ace plan Qwen/Qwen3-30B-A3B --text sample.txt")
+@command(epilog="Example: ace plan Qwen/Qwen3-30B-A3B --text sample.txt")
 def plan(
     model: Model,
+    deciding: Deciding,
+    loading: Loading,
     output: Out = Path("plan.safetensors"),
     text: Texts = None,
     budgets: Budgets = EVERY,
-    policy: PolicyName = AUTO,
-    preset: Preset = None,
-    gain: GainName = None,
-    min_active: MinActive = None,
-    min_mass: MinMass = None,
     window: Window = 1024,
     tokens: Tokens = 65536,
-    device: Device = None,
-    dtype: Dtype = "auto",
-    device_map: DeviceMap = None,
-    expand: Expand = False,
     as_json: AsJson = False,
 ) -> None:
     """Everything skipping needs, in one file: tables from the checkpoint, then thresholds for your budgets on a text.
@@ -83,14 +65,12 @@ def plan(
     """
     if not output.exists():
         tables(model, output, quiet=True)
-    how: dict[str, Any] = {"device": device, "dtype": dtype, "device_map": device_map, "expand": expand}
-    how |= {"policy": policy, "preset": preset, "gain": gain, "min_active": min_active, "min_mass": min_mass}
-    budget(model, output, text, budgets, window=window, tokens=tokens, as_json=as_json, **how)
+    budget(model, output, deciding, loading, text, budgets, window=window, tokens=tokens, as_json=as_json)
     if not as_json:
         show.print_line(out, f"Next: ace run {model} --plan {output} --beside --prompt TEXT")
 
 
-@app.command(epilog="Example: ace tables Qwen/Qwen3-30B-A3B -o qwen3.safetensors")
+@command(epilog="Example: ace tables Qwen/Qwen3-30B-A3B -o qwen3.safetensors")
 def tables(
     model: Model,
     output: Out = Path("plan.safetensors"),
@@ -171,10 +151,12 @@ def _in_parts(job: Job, as_json: bool) -> Plan | None:
     return None
 
 
-@app.command(epilog="Example: ace budget Qwen/Qwen3-30B-A3B --plan qwen3.safetensors --text sample.txt")
+@command(epilog="Example: ace budget Qwen/Qwen3-30B-A3B --plan qwen3.safetensors --text sample.txt")
 def budget(
     model: Model,
     plan: PlanPath,
+    deciding: Deciding,
+    loading: Loading,
     text: Texts = None,
     budgets: Budgets = EVERY,
     max_kl: Annotated[
@@ -186,11 +168,6 @@ def budget(
         typer.Option(help="Instead of budgets: what must be skipped to read this part of the experts in decode."),
     ] = None,
     sequences: Annotated[int, typer.Option(help="Sequences of a decode step, for --reads.")] = 16,
-    policy: PolicyName = AUTO,
-    preset: Preset = None,
-    gain: GainName = None,
-    min_active: MinActive = None,
-    min_mass: MinMass = None,
     window: Window = 1024,
     tokens: Tokens = 65536,
     batch: Annotated[int, typer.Option(help="Windows at a time.")] = 1,
@@ -208,10 +185,6 @@ def budget(
     ] = False,
     quiet: Quiet = False,
     allow_other_weights: AllowOtherWeights = False,
-    device: Device = None,
-    dtype: Dtype = "auto",
-    device_map: DeviceMap = None,
-    expand: Expand = False,
     as_json: AsJson = False,
 ) -> None:
     """Map budgets to thresholds: a pass over a text, two or three more for each budget, into the plan.
@@ -221,17 +194,17 @@ def budget(
     What the policy needs beside, further tables or a calibration on the text's first windows, goes into the plan too.
     """
     from ..checkpoint import MoEModel
-    from ..loading import load_model
+    from ..files import file_hash
     from ..plan import Plan, update
     from ..planning import least_reading, map_budgets, most_within, texts_for
     from ..planning.partial import Partial
-    from ..provenance import file_hash, provenance
+    from ..provenance import provenance
     from ..runtime.settings import check_budget, check_tables, policy_for
     from ..tables import TABLES
     from ..text import check_sizes, read_text
 
     read = Plan.load(plan)
-    made = policy_for(read, **settings(policy, preset, gain, min_active, min_mass))
+    made = policy_for(read, **deciding.settings)
     check_tables(read, made, set(TABLES), calibrates=True)
     wanted = [check_budget(b, read.top_k, made.min_active) for b in parse_budgets(budgets)]
     show.check_writable(plan)
@@ -245,7 +218,7 @@ def budget(
         )
     for path in text or ():
         read_text(path)  # a text that cannot serve is reported before gigabytes are loaded
-    loaded = load_model(model, device, dtype, expand, device_map)
+    loaded = loading.load(model)
     workloads = texts_for(loaded, model, text or (), window, tokens)
     had = read.check_model(MoEModel.of(loaded).fingerprint(), allow_other_weights)
     how: dict[str, Any] = {"batch": batch, "correct": correct, "again": again, "judged": fidelity}

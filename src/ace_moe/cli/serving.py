@@ -13,36 +13,31 @@ import typer
 
 from ..errors import BudgetError, IntegrationError, OptionError
 from .common import (
-    AUTO,
     SKIP,
     AllowOtherWeights,
-    GainName,
-    MinActive,
-    MinMass,
     Model,
-    PolicyName,
-    Preset,
     Quiet,
     Skip,
     WorkloadName,
-    app,
     here,
     note,
     warn_of_loss,
 )
+from .groups import Deciding, command
 from .outputs import check_output
 from .show import check_writable
 
 FORWARDED = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 
-@app.command(
+@command(
     context_settings=FORWARDED,
     epilog="Example: ace serve Qwen/Qwen3-30B-A3B --plan plan.safetensors --skip 0.3 --port 8000 --tensor-parallel-size 2",
 )
 def serve(
     context: typer.Context,
     model: Model,
+    deciding: Deciding,
     plan: Annotated[
         Path | None,
         typer.Option(
@@ -57,11 +52,6 @@ def serve(
         Path | None,
         typer.Option(help="Text to map the budget on, where the plan has none for it. Default: the model's own."),
     ] = None,
-    policy: PolicyName = AUTO,
-    preset: Preset = None,
-    gain: GainName = None,
-    min_active: MinActive = None,
-    min_mass: MinMass = None,
     workload: WorkloadName = None,
     restore: Annotated[
         bool | None, typer.Option(help="Run skipped slots whose expert is read anyway. Default: yes, in decode.")
@@ -93,8 +83,8 @@ def serve(
     named = {phase: own for phase, own in phases.items() if own is not None}
     budget = {"prefill": skip, "decode": skip, **named} if named else skip
     given = {
-        "skip": budget, "policy": policy, "preset": preset, "gain": gain, "min_active": min_active, "min_mass": min_mass,
-        "workload": workload, "kernels": parse_kernels(kernels), "allow_other_weights": allow_other_weights,
+        "skip": budget, **deciding.given, "workload": workload,
+        "kernels": parse_kernels(kernels), "allow_other_weights": allow_other_weights,
         "restore": restore, "track": track, "skip_max": skip_max, "target_tpot": target_tpot,
         "trace": trace and traced(trace, plan, text), "trace_tokens": trace_tokens,
     }  # fmt: skip
@@ -160,11 +150,12 @@ def find_plan(model: str, plan: Path | None, settings: Any, text: Path | None) -
 
 def map_missing(model: str, settings: Any, text: Path | None) -> str | None:
     """Thresholds for the budgets that the plan has none for, as `ace budget` maps them; the name of the text to take."""
+    from ..files import file_hash
     from ..integrations.vllm.settings import check_content
     from ..loading import load_model
     from ..plan import Plan, labels, update
     from ..planning import map_budgets, text_for
-    from ..provenance import file_hash, provenance
+    from ..provenance import provenance
     from ..runtime.settings import by_phase, check_budget
 
     read = Plan.load(settings.plan)

@@ -11,29 +11,20 @@ import typer
 from ..errors import OptionError
 from . import show, show_results
 from .common import (
-    AUTO,
     SKIP,
     AllowOtherWeights,
     AsJson,
     Device,
-    DeviceMap,
-    Dtype,
     Expand,
-    GainName,
-    MinActive,
-    MinMass,
     Model,
     PlanPath,
-    PolicyName,
-    Preset,
     WorkloadName,
-    app,
     here,
     out,
     parse_budgets,
     print_json,
-    settings,
 )
+from .groups import Deciding, Loading, command
 from .outputs import check_output
 
 if TYPE_CHECKING:
@@ -48,38 +39,30 @@ Out = Annotated[Path, typer.Option("--out", "-o", help="The results file; if it 
 HARNESSES = ("lm-eval", "evalscope")
 
 
-@app.command(
-    epilog="Example: ace perplexity Qwen/Qwen3-30B-A3B --text wiki.test.raw --plan plan.safetensors --skip 0.5"
-)
+@command(epilog="Example: ace perplexity Qwen/Qwen3-30B-A3B --text wiki.test.raw --plan plan.safetensors --skip 0.5")
 def perplexity(
     model: Model,
     text: Annotated[Path, typer.Option(help="The text, such as wiki.test.raw of WikiText-2.")],
+    deciding: Deciding,
+    loading: Loading,
     plan: OptionalPlan = None,
     skip: Annotated[float | None, typer.Option(help="The budget. Default: 0.3 with a plan, else nothing.")] = None,
     protocol: Annotated[str, typer.Option(help="standard, or released: the paper's own code.")] = "standard",
-    policy: PolicyName = AUTO,
-    preset: Preset = None,
-    gain: GainName = None,
-    min_active: MinActive = None,
-    min_mass: MinMass = None,
     workload: WorkloadName = None,
     window: Annotated[int, typer.Option(help="Tokens in a window.")] = 2048,
     tokens: Annotated[int | None, typer.Option(help="Tokens of the text to use. Default: all.")] = None,
     batch: Annotated[int, typer.Option(help="Windows at a time.")] = 1,
     output: Annotated[Path | None, typer.Option("--out", "-o", help="A file to keep and continue the run in.")] = None,
     allow_other_weights: AllowOtherWeights = False,
-    device: Device = None,
-    dtype: Dtype = "auto",
-    device_map: DeviceMap = None,
-    expand: Expand = False,
     as_json: AsJson = False,
 ) -> None:
     """WikiText-2 perplexity by protocol, with a 95 % interval and the realised ratio."""
     from ..checkpoint.model import called
     from ..evaluate.perplexity import pieces, protocol_named
     from ..evaluate.quality import run, setup_of
-    from ..loading import check_window, load_model, load_tokenizer
-    from ..provenance import file_hash, provenance
+    from ..files import file_hash
+    from ..loading import check_window
+    from ..provenance import provenance
     from ..text import check_sizes, read_text
 
     chosen = protocol_named(protocol)
@@ -88,9 +71,8 @@ def perplexity(
     if output is not None:
         check_output(output, "results", text, plan)
     content = read_text(text)
-    options = settings(policy, preset, gain, min_active, min_mass)
-    ace = _ace(plan, skip, allow_other_weights, {**options, "workload": workload})
-    tokenizer, loaded = load_tokenizer(model), load_model(model, device, dtype, expand, device_map)
+    ace = _ace(plan, skip, allow_other_weights, {**deciding.settings, "workload": workload})
+    tokenizer, loaded = loading.load_both(model)
     check_window(loaded, window)
     windows = pieces(chosen, content, tokenizer, loaded.get_input_embeddings().num_embeddings, window, tokens)
     facts = {"model": called(model), "setup": setup_of(loaded, ace, skip, batch)}
@@ -112,13 +94,14 @@ def _ace(plan: Path | None, skip: float, other: bool, options: dict[str, Any]) -
     return ACE.load(plan, skip, allow_other_weights=other, **options)
 
 
-@app.command(
+@command(
     "eval", epilog="Example: ace eval Qwen/Qwen3-30B-A3B --plan plan.safetensors --skip 0,0.5 --tasks arc_easy,piqa"
 )
 def evaluate_tasks(
     model: Model,
     plan: PlanPath,
     tasks: Annotated[str, typer.Option(help="paper, names such as arc_easy,piqa, or any task of the harness.")],
+    deciding: Deciding,
     skip: Annotated[
         str, typer.Option(help="Budgets; with 0 among them the others are compared with it.")
     ] = f"0,{SKIP}",
@@ -131,9 +114,6 @@ def evaluate_tasks(
     output: Annotated[Path, typer.Option("--out", "-o", help="The results; if it is there, it is continued.")] = Path(
         "eval.json"
     ),
-    policy: PolicyName = AUTO,
-    preset: Preset = None,
-    gain: GainName = None,
     workload: WorkloadName = None,
     batch: Annotated[int, typer.Option(help="Questions at a time.")] = 1,
     device: Device = None,
@@ -144,8 +124,8 @@ def evaluate_tasks(
     from ..evaluate import tasks as of
     from ..evaluate.sandbox import check_allowed
     from ..evaluate.subject import identity_of
+    from ..files import file_hash
     from ..loading import check_device, default_device
-    from ..provenance import file_hash
 
     check_output(output, "results", plan)
     names, skips, device = of.parse_tasks(tasks), parse_budgets(skip), device or default_device()
@@ -159,7 +139,7 @@ def evaluate_tasks(
         if task.runs_code:
             check_allowed(run_code, name)
     rows = {n: of.read_rows(t, path) for n, t in known.items() if (path := of.find_file(t, data)) is not None}
-    options = settings(policy, preset, gain, None, None) | ({"workload": workload} if workload else {})
+    options = deciding.settings | ({"workload": workload} if workload else {})
     made = _harness(harness, model, plan, options, device, batch, max_new_tokens, chat, expand)
     settled = made.ace.policy.settings
     assert made.ace.attachment is not None
@@ -206,7 +186,7 @@ def check_harness(name: str) -> None:
         raise OptionError(f"There is no harness {name!r}. Choose one of: {', '.join(HARNESSES)}.")
 
 
-@app.command(
+@command(
     "lm-eval",
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
     epilog="Example: ace lm-eval --model ace --model_args pretrained=MODEL,plan=plan.safetensors,skip=0.5 --tasks arc_easy",

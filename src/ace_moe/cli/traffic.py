@@ -13,26 +13,17 @@ import typer
 from ..errors import OptionError
 from . import show
 from .common import (
-    AUTO,
     AllowOtherWeights,
     AsJson,
-    Device,
-    Expand,
-    GainName,
-    MinActive,
-    MinMass,
     Model,
-    PolicyName,
-    Preset,
     WorkloadName,
-    app,
     here,
     note,
     out,
     parse_budgets,
     print_json,
-    settings,
 )
+from .groups import Deciding, Loading, command
 from .outputs import check_output
 
 if TYPE_CHECKING:
@@ -48,22 +39,20 @@ Tables = Annotated[
 ]
 
 
-@app.command(epilog="Example: ace trace Qwen/Qwen3-30B-A3B --text sample.txt -o sample.trace")
+@command(epilog="Example: ace trace Qwen/Qwen3-30B-A3B --text sample.txt -o sample.trace")
 def trace(
     model: Model,
     text: Annotated[Path, typer.Option(help="Text of the kind the model serves: .txt, or .jsonl with `text`.")],
+    deciding: Deciding,
+    loading: Loading,
     output: Annotated[Path, typer.Option("--out", "--output", "-o", help="Where the trace goes.")] = Path("ace.trace"),
     plan: Tables = None,
     skip: Annotated[float, typer.Option(help="Trace under this budget, which needs a plan.")] = 0.0,
-    policy: PolicyName = AUTO,
-    preset: Preset = None,
     workload: WorkloadName = None,
     tokens: Annotated[int, typer.Option(help="Tokens of the text to read.")] = 16384,
     window: Annotated[int, typer.Option(help="Tokens in a window; each window counts as a request.")] = 256,
     batch: Annotated[int, typer.Option(help="Windows at a time.")] = 1,
     allow_other_weights: AllowOtherWeights = False,
-    device: Device = None,
-    expand: Expand = False,
     as_json: AsJson = False,
 ) -> None:
     """Keep what the routers say of a text: experts and gates of every slot, at most 2.2 bytes each.
@@ -71,7 +60,7 @@ def trace(
     The file holds no tokens, but routing can betray what was said: treat it like the text. `ace serve --trace` keeps the same
     of served requests.
     """
-    from ..loading import load_model, load_tokenizer, load_windows
+    from ..loading import load_windows
     from ..text import check_sizes, read_text
     from ..traces.file import save_trace
     from ..traces.reading import read
@@ -84,9 +73,9 @@ def trace(
     options = {
         "workload": workload,
         "allow_other_weights": allow_other_weights,
-        **settings(policy, preset, None, None, None),
+        **deciding.settings,
     }
-    tokenizer, loaded = load_tokenizer(model), load_model(model, device, expand=expand)
+    tokenizer, loaded = loading.load_both(model)
     windows = load_windows(loaded, tokenizer, text, window, tokens)
     with _under(loaded, plan, skip, options) as runtime:
         found = read(loaded, runtime, windows, skip, batch)
@@ -115,19 +104,13 @@ def _under(model: PreTrainedModel, plan: Path | None, skip: float, options: dict
         yield ace.runtime
 
 
-@app.command(
-    epilog="Example: ace simulate sample.trace --policy share --skip 0.2,0.4 --batch 1,8,32 --bench latency.json"
-)
+@command(epilog="Example: ace simulate sample.trace --policy share --skip 0.2,0.4 --batch 1,8,32 --bench latency.json")
 def simulate(
     trace: Annotated[
         Path, typer.Argument(help="A file of ace trace or ace serve --trace; or .npz of returned experts.")
     ],
+    deciding: Deciding,
     plan: Tables = None,
-    policy: PolicyName = "share",
-    preset: Preset = None,
-    gain: GainName = None,
-    min_active: MinActive = None,
-    min_mass: MinMass = None,
     skip: Annotated[str, typer.Option(help="Fractions to skip: 0.3, 0.2,0.4 or from:to:step.")] = "0.2,0.3,0.4",
     batch: Annotated[str, typer.Option(help="Sequences of a decode step.")] = "1,8,32",
     bench: Annotated[Path | None, typer.Option(help="Times of ace bench: what a step would take there.")] = None,
@@ -141,16 +124,17 @@ def simulate(
     Thresholds are quantiles of the trace. Steps are drawn from different requests.
     """
     from ..evaluate.store import SCHEMA, write_json
+    from ..files import file_hash
     from ..plan import Plan
     from ..policies import choose
-    from ..provenance import file_hash, provenance
+    from ..provenance import provenance
     from ..traces.simulate import Simulation
     from ..traces.timing import cost_of
 
     if output is not None:
         check_output(output, "results", trace, plan, bench)
     found = _load(trace)
-    made = choose(**settings(policy, preset, gain, min_active, min_mass))
+    made = choose(**deciding.settings)
     wanted, sizes = parse_budgets(skip), _sizes(batch)
     cost = None if bench is None else cost_of(bench, found.top_k)
     simulation = Simulation(found, made, None if plan is None else Plan.load(plan))

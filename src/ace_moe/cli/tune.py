@@ -13,16 +13,14 @@ from . import show
 from .common import (
     AllowOtherWeights,
     AsJson,
-    Device,
-    Expand,
     Model,
     PlanPath,
-    app,
     note,
     out,
     parse_budgets,
     print_json,
 )
+from .groups import Loading, command
 
 if TYPE_CHECKING:
     from ..plan import Plan
@@ -30,10 +28,11 @@ if TYPE_CHECKING:
 SHOWN = 12  # candidates of a table
 
 
-@app.command(epilog="Example: ace tune Qwen/Qwen3-30B-A3B --plan qwen3.safetensors --text sample.txt")
+@command(epilog="Example: ace tune Qwen/Qwen3-30B-A3B --plan qwen3.safetensors --text sample.txt")
 def tune(
     model: Model,
     plan: PlanPath,
+    loading: Loading,
     text: Annotated[
         Path | None,
         typer.Option(help="Unlabelled text of the kind the model will serve. Default: the model writes its own."),
@@ -51,8 +50,6 @@ def tune(
         bool, typer.Option(help="Also try aligned sums: torch path of transformers, and these budgets, alone.")
     ] = False,
     allow_other_weights: AllowOtherWeights = False,
-    device: Device = None,
-    expand: Expand = False,
     as_json: AsJson = False,
 ) -> None:
     """Find the score, gain, layer factors and floor that move this model's predictions least, and recommend them in the plan.
@@ -60,11 +57,11 @@ def tune(
     A run that was stopped goes on where it was. Afterwards `policy auto`, the default everywhere, is what was found.
     """
     from ..checkpoint import MoEModel
-    from ..loading import load_model
+    from ..files import file_hash
     from ..plan import Plan, update
     from ..planning import text_for
     from ..planning import tune as search
-    from ..provenance import file_hash, provenance
+    from ..provenance import provenance
     from ..runtime.settings import check_budget
     from ..text import check_sizes, read_text
 
@@ -74,7 +71,7 @@ def tune(
     check_sizes(window, tokens)
     if text is not None:
         read_text(text)  # a text that cannot serve is reported before gigabytes are loaded
-    loaded = load_model(model, device, expand=expand)
+    loaded = loading.load(model)
     had = read.check_model(MoEModel.of(loaded).fingerprint(), allow_other_weights)
     record = provenance(loaded.device, {} if text is None else {text.name: file_hash(text)})
 

@@ -10,12 +10,13 @@ from pathlib import Path
 from transformers import PreTrainedModel
 
 from ..ace import ACE
+from ..files import file_hash
 from ..loading import load_model, load_tokenizer, load_windows
 from ..plan import Plan
 from ..planning import Passes, map_budgets
 from ..planning.passes import attached
 from ..policies import PRESETS, Ace, Policy
-from ..provenance import file_hash, provenance
+from ..provenance import provenance
 from ..report.figures import quality_curve
 from ..scoring import score
 from ..tables.build import build_plan

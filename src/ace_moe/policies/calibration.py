@@ -86,6 +86,14 @@ def watch(model: PreTrainedModel, ids: Tensor, places: list[Site] | None = None)
     return {key: Call(*given, logits.get(key)) for key, given in seen.items()}
 
 
+def walk(model: PreTrainedModel, text: Tensor, places: list[Site]) -> Iterator[tuple[Site, nn.Module, Call]]:
+    """Each layer's experts and what they were given, window by window."""
+    for ids in text.split(1):
+        seen = watch(model, ids, places)
+        for site in places:
+            yield site, model.get_submodule(site.path), seen[site.key]
+
+
 def _keep_inputs(seen: dict[str, tuple[Tensor, Tensor, Tensor]], key: str) -> Callable[..., None]:
     def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
         hidden, ids, gates = args[:3]

@@ -46,17 +46,14 @@ class ExpertSparsity(Pruning):
 
     @torch.no_grad()
     def calibrate(self, model: PreTrainedModel, windows: Windows | None) -> Tables:
-        from .calibration import needed, products, sites, watch
+        from .calibration import needed, products, sites, walk
 
         places, text = sites(model), needed(windows).ids
         each = max(1, self.tokens // len(text))
         losses: dict[str, list[Loss]] = {site.key: [] for site in places}
-        for ids in text[:, :each].split(1):
-            seen = watch(model, ids, places)
-            for site in places:
-                call = seen[site.key]
-                gram = torch.cat(list(products(model.get_submodule(site.path), call.hidden, site.num_experts)))
-                losses[site.key].append(Loss(call, gram))
+        for site, experts, call in walk(model, text[:, :each], places):
+            gram = torch.cat(list(products(experts, call.hidden, site.num_experts)))
+            losses[site.key].append(Loss(call, gram))
         return {site.key: {"expert_sparsity_pruned": self.search(losses[site.key])} for site in places}
 
     def search(self, losses: list[Loss]) -> Tensor:

@@ -57,13 +57,10 @@ class RawOracle(TokenPolicy):
 
     @torch.no_grad()
     def calibrate(self, model: PreTrainedModel, windows: Windows | None) -> Tables:
-        from .calibration import answers, needed, sites, watch
+        from .calibration import answers, needed, sites, walk
 
         places, largest = sites(model), torch.zeros(())
-        for ids in needed(windows).ids.split(1):
-            seen = watch(model, ids, places)
-            for site in places:
-                call = seen[site.key]
-                norm = answers(model.get_submodule(site.path), call.hidden, call.ids).norm(dim=-1)
-                largest = torch.maximum(largest, (call.gates.float().abs() * norm).max().cpu())
+        for _, experts, call in walk(model, needed(windows).ids, places):
+            norm = answers(experts, call.hidden, call.ids).norm(dim=-1)
+            largest = torch.maximum(largest, (call.gates.float().abs() * norm).max().cpu())
         return {site.key: {"oracle_scale": largest.clone()} for site in places}

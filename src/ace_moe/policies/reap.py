@@ -21,18 +21,15 @@ if TYPE_CHECKING:
 @torch.no_grad()
 def saliencies(model: PreTrainedModel, windows: Windows | None) -> Tables:
     """S_e = mean over the tokens routed to e of g ‖f_e(x)‖, [E] by layer; 0 for experts the text never reached."""
-    from .calibration import answers, needed, sites, watch
+    from .calibration import answers, needed, sites, walk
 
     places = sites(model)
     total = {site.key: torch.zeros(2, site.num_experts, dtype=torch.float64) for site in places}
-    for ids in needed(windows).ids.split(1):
-        seen = watch(model, ids, places)
-        for site in places:
-            call = seen[site.key]
-            norm = answers(model.get_submodule(site.path), call.hidden, call.ids).norm(dim=-1)
-            weighed = (call.gates.float() * norm).double()
-            rows = torch.stack([weighed, torch.ones_like(weighed)]).flatten(1).cpu()
-            total[site.key].index_add_(1, call.ids.flatten().cpu(), rows)
+    for site, experts, call in walk(model, needed(windows).ids, places):
+        norm = answers(experts, call.hidden, call.ids).norm(dim=-1)
+        weighed = (call.gates.float() * norm).double()
+        rows = torch.stack([weighed, torch.ones_like(weighed)]).flatten(1).cpu()
+        total[site.key].index_add_(1, call.ids.flatten().cpu(), rows)
     return {key: {"reap_saliency": (s / n.clamp(min=1)).float()} for key, (s, n) in total.items()}
 
 

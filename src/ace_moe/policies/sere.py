@@ -59,16 +59,13 @@ class Sere(Policy):
 
     @torch.no_grad()
     def calibrate(self, model: PreTrainedModel, windows: Windows | None) -> Tables:
-        from .calibration import needed, products, sites, watch
+        from .calibration import needed, products, sites, walk
 
         places = sites(model)
         gram = {site.key: torch.zeros(site.num_experts, site.num_experts, dtype=torch.float64) for site in places}
-        for ids in needed(windows).ids.split(1):
-            seen = watch(model, ids, places)
-            for site in places:
-                experts = model.get_submodule(site.path)
-                for part in products(experts, seen[site.key].hidden, site.num_experts):
-                    gram[site.key] += part.double().sum(0).cpu()
+        for site, experts, call in walk(model, needed(windows).ids, places):
+            for part in products(experts, call.hidden, site.num_experts):
+                gram[site.key] += part.double().sum(0).cpu()
         return {key: {"sere_similarity": nearness(g)} for key, g in gram.items()}
 
 

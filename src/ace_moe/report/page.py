@@ -12,8 +12,8 @@ from typing import Any
 from ..errors import ResultError
 from ..evaluate.advice import advise
 from ..evaluate.compare import against
-from ..files import write_whole
-from ..provenance import Record, file_hash, provenance
+from ..files import file_hash, write_whole
+from ..provenance import Record, provenance
 from ..provenance import read as known
 from .results import BENCH, COMPARE, EVAL, KINDS, SIMULATE, THRESHOLDS, Results, read
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from ..checkpoint.records import MoELayer
@@ -12,20 +14,45 @@ from . import aimer, gsp, mean, rcr, signature
 
 EPSILON = 1e-8
 BUILT = ("gsp", "rcr")  # what every plan has; others are built on request
-TABLES: dict[str, Callable[[MoELayer], Tensor]] = {
-    "gsp": gsp.raw,
-    "rcr": rcr.raw,
-    "rcr_uncentred": rcr.uncentred,
-    "aimer": aimer.raw,
-    "sere_weights": signature.raw,
-    "mean_output": mean.raw,
+
+
+@dataclass(frozen=True)
+class Table:
+    """`part` [C, …] is of a chunk of experts, so that all tables share one reading of it; `whole` makes the layer's of them."""
+
+    part: Callable[[MoELayer, slice], Tensor]
+    whole: Callable[[Tensor], Tensor] = lambda parts: parts
+
+
+TABLES = {
+    "gsp": Table(gsp.part),
+    "rcr": Table(rcr.part),
+    "rcr_uncentred": Table(rcr.uncentred),
+    "aimer": Table(aimer.part),
+    "sere_weights": Table(signature.part, signature.similarity),
+    "mean_output": Table(mean.part, mean.cut),
 }
 SHAPES = {"mean_output": ("experts", "hidden")}  # of tables that are not one number for each expert or pair
 
 
-def table(name: str, layer: MoELayer) -> Tensor:
-    """The named table of one layer, float32: [E] with mean 1, [E, E] or [E, d] as it is."""
-    values = TABLES[name](layer).float()
+def tables(layer: MoELayer, names: Sequence[str] = BUILT) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The named tables that have a meaning for this layer, and for the others the reason why not.
+
+    float32: [E] with mean 1, [E, E] or [E, d] as it is.
+    """
+    parts: dict[str, list[Tensor]] = {name: [] for name in names}
+    undefined: dict[str, str] = {}
+    for chunk in layer.chunks():
+        for name in [n for n in names if n not in undefined]:
+            try:
+                parts[name].append(TABLES[name].part(layer, chunk))
+            except StructureError as error:
+                undefined[name] = str(error)
+    found = {name: TABLES[name].whole(torch.cat(parts[name])) for name in names if name not in undefined}
+    return {name: _scaled(name, layer, values.float()) for name, values in found.items()}, undefined
+
+
+def _scaled(name: str, layer: MoELayer, values: Tensor) -> Tensor:
     if not values.isfinite().all():  # NaN and infinite experts end up here: every weight of an expert enters its number
         expert = int((~values.isfinite()).nonzero()[0, 0])
         raise CheckpointError(
@@ -33,15 +60,3 @@ def table(name: str, layer: MoELayer) -> Tensor:
             "The checkpoint is damaged or was saved after a diverged training step; download it again."
         )
     return (values if values.dim() > 1 else values / (values.mean() + EPSILON)).cpu()
-
-
-def tables(layer: MoELayer, names: Sequence[str] = BUILT) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The named tables that have a meaning for this layer, and for the others the reason why not."""
-    found: dict[str, Tensor] = {}
-    undefined: dict[str, str] = {}
-    for name in names:
-        try:
-            found[name] = table(name, layer)
-        except StructureError as error:
-            undefined[name] = str(error)
-    return found, undefined

@@ -13,12 +13,8 @@ from torch import Tensor
 from ..checkpoint.records import MoELayer
 
 
-def raw(layer: MoELayer) -> Tensor:
-    """K [E], before the layer's mean is taken out."""
-    return torch.cat([_chunk(layer, chunk) for chunk in layer.chunks()])
-
-
-def _chunk(layer: MoELayer, chunk: slice) -> Tensor:
+def part(layer: MoELayer, chunk: slice) -> Tensor:
+    """K [C] of a chunk of experts, before the layer's mean is taken out."""
     parts = [part[chunk].flatten(1).float() for part in (layer.w_in, layer.w_out)]
     count = sum(part.shape[1] for part in parts)
     mean = torch.stack([part.abs().sum(1) for part in parts]).sum(0) / count

@@ -20,11 +20,11 @@ from ..errors import StructureError
 NEARLY_ORTHOGONAL = 1e-3  # under this share of its typical value the fp32 sum has lost digits: redo it in fp64
 
 
-def raw(layer: MoELayer) -> Tensor:
-    """[E], before the layer's mean is taken out."""
+def part(layer: MoELayer, chunk: slice) -> Tensor:
+    """[C] of a chunk of experts, before the layer's mean is taken out."""
     if layer.norm_scale is None:
         raise StructureError(f"GSP is undefined: {layer.undefined['gsp']}.")
-    return torch.cat([_chunk(_as_gated(layer, chunk), layer.norm_scale) for chunk in layer.chunks()])
+    return _guarded(_as_gated(layer, chunk), layer.norm_scale)
 
 
 def _as_gated(layer: MoELayer, chunk: slice) -> Projections:
@@ -40,8 +40,8 @@ def _as_gated(layer: MoELayer, chunk: slice) -> Projections:
     return Projections(p.up, p.up, p.down)
 
 
-def _chunk(p: Projections, scale: Tensor) -> Tensor:
-    """[C] for C experts."""
+def _guarded(p: Projections, scale: Tensor) -> Tensor:
+    """[C], in fp64 where fp32 does not suffice."""
     assert p.gate is not None
     value, trusted = _paths(p.gate, p.up, p.down, scale)
     if not trusted.all():

@@ -22,19 +22,17 @@ NODES = 24  # along a and along b
 LONGEST = 4.0  # times the layer's median: an expert that would answer more stands out by its weights, not by its mean
 
 
-def raw(layer: MoELayer) -> Tensor:
+def cut(means: Tensor) -> Tensor:
     """[E, d], what a skipped slot is replaced by; rows that are far longer than the others are cut to LONGEST."""
-    if layer.norm_scale is None:
-        raise StructureError(f"The mean output is undefined: {layer.undefined['gsp']}.")
-    means = torch.cat([_chunk(layer, chunk) for chunk in layer.chunks()])
     length = means.norm(dim=1, keepdim=True)
     return means * (LONGEST * length.median() / length.clamp(min=torch.finfo(means.dtype).tiny)).clamp(max=1)
 
 
-def _chunk(layer: MoELayer, chunk: slice) -> Tensor:
-    """[C, d] for C experts."""
+def part(layer: MoELayer, chunk: slice) -> Tensor:
+    """[C, d] of a chunk of experts."""
+    if layer.norm_scale is None:
+        raise StructureError(f"The mean output is undefined: {layer.undefined['gsp']}.")
     p = layer.projections(chunk)
-    assert layer.norm_scale is not None
     inner = _expected(layer, p, layer.norm_scale, chunk)
     mean = torch.bmm(p.down, inner.unsqueeze(-1)).squeeze(-1)
     return layer.finish(mean if layer.b_out is None else mean + layer.b_out[chunk].float())

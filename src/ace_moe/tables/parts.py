@@ -49,11 +49,10 @@ def checkpoint_name(moe: MoEModel) -> str:
     return hashlib.sha256(facts.encode()).hexdigest()
 
 
-def compute(moe: MoEModel, site: Site, device: str | None = None) -> Part:
-    layer = moe.layer(site)
-    found, undefined = tables(layer if device is None else layer.to(device))
+def compute(moe: MoEModel, site: Site, device: str, checkpoint: str) -> Part:
+    found, undefined = tables(moe.layer(site).to(device))
     sample = of.experts([site], moe.source).get(site.key)
-    return Part(site.key, checkpoint_name(moe), found, undefined, of.router_of(site, moe.source), sample)
+    return Part(site.key, checkpoint, found, undefined, of.router_of(site, moe.source), sample)
 
 
 class Parts:

@@ -17,23 +17,24 @@ from ..errors import StructureError
 EPSILON = 1e-8  # the paper names no value
 
 
-def raw(layer: MoELayer) -> Tensor:
-    """[E], before the layer's mean is taken out."""
-    return _response(layer, prototypes(layer))
+def part(layer: MoELayer, chunk: slice) -> Tensor:
+    """[C] of a chunk of experts, before the layer's mean is taken out."""
+    return _response(layer, prototypes(layer, chunk), chunk)
 
 
-def uncentred(layer: MoELayer) -> Tensor:
+def uncentred(layer: MoELayer, chunk: slice) -> Tensor:
     """The same with w̃ = w: what the authors' release computes unless told otherwise."""
-    return _response(layer, prototypes(layer, centre=False))
+    return _response(layer, prototypes(layer, chunk, centre=False), chunk)
 
 
-def _response(layer: MoELayer, q: Tensor) -> Tensor:
-    return layer.respond(q).norm(dim=1) / (q.norm(dim=1) + EPSILON)
+def _response(layer: MoELayer, q: Tensor, chunk: slice) -> Tensor:
+    return layer.respond(q, chunk).norm(dim=1) / (q.norm(dim=1) + EPSILON)
 
 
-def prototypes(layer: MoELayer, centre: bool = True) -> Tensor:
-    """One input of RMS 1 per expert, [E, d]."""
+def prototypes(layer: MoELayer, chunk: slice, centre: bool = True) -> Tensor:
+    """One input of RMS 1 per expert of the chunk, [C, d]."""
     if layer.router_rows is None:
         raise StructureError(f"RCR is undefined: {layer.undefined['rcr']}.")
-    centred = layer.router_rows - layer.router_rows.mean(dim=0, keepdim=True) if centre else layer.router_rows
+    rows = layer.router_rows[chunk]
+    centred = rows - layer.router_rows.mean(dim=0, keepdim=True) if centre else rows
     return centred / (centred.square().mean(dim=1, keepdim=True).sqrt() + EPSILON)

@@ -12,18 +12,16 @@ from ..checkpoint.records import MoELayer
 from ..errors import StructureError
 
 
-def raw(layer: MoELayer) -> Tensor:
+def similarity(signature: Tensor) -> Tensor:
     """S [E, E], in [0, 1]."""
-    if layer.norm_scale is None:
-        raise StructureError(f"The weight similarity is undefined: {layer.undefined['gsp']}.")
-    signature = torch.cat([_chunk(layer, chunk) for chunk in layer.chunks()])
     unit = signature / signature.norm(dim=1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
     return (unit @ unit.mT).clamp(0, 1)
 
 
-def _chunk(layer: MoELayer, chunk: slice) -> Tensor:
-    """[C, 3m], or [C, 2m] for experts without a gate projection."""
+def part(layer: MoELayer, chunk: slice) -> Tensor:
+    """[C, 3m] of a chunk of experts, or [C, 2m] where they have no gate projection."""
+    if layer.norm_scale is None:
+        raise StructureError(f"The weight similarity is undefined: {layer.undefined['gsp']}.")
     p = layer.projections(chunk)
-    assert layer.norm_scale is not None
     inner = [p.up] if p.gate is None else [p.up, p.gate]
     return torch.cat([(w * layer.norm_scale).norm(dim=2) for w in inner] + [p.down.norm(dim=1)], dim=1)

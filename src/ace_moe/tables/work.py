@@ -20,7 +20,7 @@ from ..checkpoint import MoEModel, Site
 from ..checkpoint.hub import Repository, StreamedSource
 from ..errors import OptionError
 from ..plan import Plan
-from .parts import Parts, compute
+from .parts import Parts, checkpoint_name, compute
 
 
 @dataclass(frozen=True)
@@ -84,8 +84,9 @@ def estimate(moe: MoEModel, todo: Sequence[Site], workers: int) -> str:
 def _work(job: Job, moe: MoEModel, todo: Sequence[Site], total: int, parts: Parts) -> None:
     with progress.task("layers", total, total - len(todo)) as task:
         if job.workers == 1:
+            name = checkpoint_name(moe)
             for site in todo:
-                parts.save(compute(moe, site, job.devices[0]))
+                parts.save(compute(moe, site, job.devices[0], name))
                 task.advance()
         elif todo:
             _share_out(job, [site.key for site in todo], task)
@@ -116,7 +117,8 @@ def _run(job: Job, keys: list[str], number: int, count: int, done: Any) -> None:
         folder = Path(tempfile.mkdtemp(prefix="ace-"))
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
         moe = job.open(folder)
+        name = checkpoint_name(moe)
         for site in moe.sites:
             if site.key in keys:
-                parts.save(compute(moe, site, device))
+                parts.save(compute(moe, site, device, name))
                 done.put(site.key)

@@ -12,6 +12,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from threading import RLock
 from typing import Any
 from weakref import ref
 
@@ -32,6 +33,7 @@ from .passes import Pass
 
 MINE, PASS = "_ace_attachment", "_ace_pass"  # on the model, and on each of its stacks
 Undo = Callable[[Any], object]
+CHANGING = RLock()  # one thread at a time changes models: two that attach to one would both find it free
 
 
 class ConfigView:
@@ -83,11 +85,12 @@ class Attachment:
         self.passes: dict[str, Pass] = {}
         # weak: a model that its user drops without detaching is gone
         self._undo: list[tuple[ref[nn.Module], Undo]] = []
-        try:
-            self._install(model, sites)
-        except BaseException:
-            self.remove()
-            raise
+        with CHANGING:
+            try:
+                self._install(model, sites)
+            except BaseException:
+                self.remove()
+                raise
 
     def _install(self, model: PreTrainedModel, sites: list[Site]) -> None:
         for site in sites:
@@ -253,10 +256,11 @@ class Attachment:
 
     def remove(self) -> None:
         """Put everything back, last change first."""
-        while self._undo:
-            module, undo = self._undo.pop()
-            if (found := module()) is not None:
-                undo(found)
+        with CHANGING:
+            while self._undo:
+                module, undo = self._undo.pop()
+                if (found := module()) is not None:
+                    undo(found)
 
     def __deepcopy__(self, memo: Any) -> None:
         """A copy of an attached model is a model without a plan."""
