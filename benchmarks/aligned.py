@@ -17,11 +17,12 @@ from typing import Any
 from ace_moe import ACE, build_plan
 from ace_moe.evaluate.compare import MEASURES
 from ace_moe.fidelity import Reference
+from ace_moe.files import file_hash
 from ace_moe.loading import load_model, load_tokenizer, load_windows
 from ace_moe.plan import Plan
 from ace_moe.planning import map_budgets
 from ace_moe.policies import TokenPolicy, make
-from ace_moe.provenance import file_hash, provenance
+from ace_moe.provenance import provenance
 from ace_moe.scoring import predict, score
 from ace_moe.statistics import relative_change, token_interval
 

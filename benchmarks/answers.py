@@ -23,13 +23,14 @@ from transformers import PreTrainedModel
 from ace_moe import build_plan
 from ace_moe.evaluate.store import write_json
 from ace_moe.evaluate.tasks import TASKS, Task, find_file, read_rows
+from ace_moe.files import file_hash
 from ace_moe.loading import load_model, load_tokenizer
 from ace_moe.plan import Plan
 from ace_moe.planning import map_budgets, text_for, tune
 from ace_moe.planning.candidates import BASELINE, label
 from ace_moe.planning.passes import attached
 from ace_moe.policies import PRESETS, Policy
-from ace_moe.provenance import file_hash, provenance
+from ace_moe.provenance import provenance
 from ace_moe.statistics import mean_difference, mean_interval
 
 NAMES = ("lambada", "piqa", "arc_easy", "sciq")
