@@ -17,7 +17,7 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ace_moe.kernels import attend, decide, experts, launch
+from ace_moe.kernels import attend, decide, experts, few, launch
 from ace_moe.kernels.activation import SILU, SWIGLU_OAI, Activation
 from ace_moe.rule import Form
 
@@ -140,7 +140,7 @@ def all_experts() -> None:
             given = x, torch.zeros(tokens, k, dtype=torch.int64), torch.zeros(tokens, k, dtype=x.dtype), weights
             experts.run(*given)
             if weights is layers[0] and tokens in (1, 64):
-                experts.run(*given, make_tensor(e, d))
+                experts.run(*given, make_tensor(e, d), x)
 
 
 def the_rest() -> None:
@@ -153,6 +153,18 @@ def the_rest() -> None:
     for tokens in (1, 16, 64, 300):
         decide_slots(tokens, RULES[0], restores=True)
         route_tokens(tokens, RULES[0], restores=True)
+    for tokens, columns, rows in (
+        (1, 2048, (4096, 512, 512)),
+        (4, 2048, (128,)),
+        (4, 4096, (2048,)),
+        (2, 2816, (96, 7)),
+    ):
+        x, matrices = (
+            torch.zeros(tokens, columns, dtype=torch.bfloat16),
+            [torch.zeros(n, columns).bfloat16() for n in rows],
+        )
+        few.few(x, matrices, x[0], 1e-6, tokens > 1, True)
+        few.few(x, matrices, add=torch.zeros(tokens, sum(rows), dtype=x.dtype))
     for batch, positions in ((1, 272), (16, 1040)):
         k = torch.zeros(batch, 4, positions, 128, dtype=torch.bfloat16)
         mask = torch.ones(batch, 1, 1, positions, dtype=torch.bool)

@@ -13,14 +13,21 @@ from .products_kernel import add_row
 
 
 @triton.jit
-def _scaled(x, scale, k, K, NORM: tl.constexpr, PLUS: tl.constexpr):
-    """(x, what the weights are multiplied by): the same without a norm, else x times its scale."""
-    v = tl.load(x + k, mask=k < K, other=0.0).to(tl.float32)
-    if NORM:
-        g = tl.load(scale + k, mask=k < K, other=0.0).to(tl.float32)
-        return v, v * (g + 1.0) if PLUS else v * g
-    else:
-        return v, v
+def _scale(scale, k, K, NORM: tl.constexpr, PLUS: tl.constexpr):
+    """What a norm multiplies columns k by, beside its root."""
+    if not NORM:
+        return 1.0
+    g = tl.load(scale + k, mask=k < K, other=0.0).to(tl.float32)
+    return g + 1.0 if PLUS else g
+
+
+@triton.jit
+def _keep(x, scale, normed, root, K, BK: tl.constexpr, STEPS: tl.constexpr, PLUS: tl.constexpr):
+    """The norm itself, for whoever else needs it."""
+    for step in tl.static_range(STEPS):
+        k = step * BK + tl.arange(0, BK)
+        v = tl.load(x + k, mask=k < K, other=0.0).to(tl.float32) * _scale(scale, k, K, True, PLUS)
+        tl.store(normed + k, (v * root).to(normed.dtype.element_ty), mask=k < K)
 
 
 @triton.jit
@@ -56,11 +63,12 @@ def few(
     for step in tl.static_range(STEPS):
         k = step * BK + tl.arange(0, BK)
         weights = tiles[step].to(tl.float32)
+        g = _scale(scale, k, K, NORM, PLUS)
         before, below = sums, squares
         sums, squares = (), ()
         for m in tl.static_range(M):
-            v, u = _scaled(x + m * x_row, scale, k, K, NORM, PLUS)
-            sums += (before[m] + weights * u[None, :],)
+            v = tl.load(x + m * x_row + k, mask=k < K, other=0.0).to(tl.float32)
+            sums += (before[m] + weights * (v * g)[None, :],)
             squares += (below[m] + v * v,)
     for m in tl.static_range(M):
         out = tl.sum(sums[m], 1)
@@ -69,9 +77,6 @@ def few(
             out *= root
             if KEEP:
                 if tile == 0:
-                    for step in tl.static_range(STEPS):
-                        k = step * BK + tl.arange(0, BK)
-                        _, u = _scaled(x + m * x_row, scale, k, K, NORM, PLUS)
-                        tl.store(normed + m * K + k, (u * root).to(normed.dtype.element_ty), mask=k < K)
+                    _keep(x + m * x_row, scale, normed + m * K, root, K, BK, STEPS, PLUS)
         at = m * (n0 + n1 + n2 + n3) + column + n
         tl.store(y + at, add_row(out.to(y.dtype.element_ty), add + at, inside, ADD), mask=inside)
