@@ -1,4 +1,4 @@
-"""docs/results.md and a table of docs/choosing.md from the stored results of `ace compare` and `ace study thresholds`, and from nothing else.
+"""docs/results.md and a table of docs/choosing.md from stored results of `ace compare` and `ace study thresholds` alone.
 
 python benchmarks/study_page.py
 """
