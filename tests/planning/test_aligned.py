@@ -114,13 +114,14 @@ def test_a_plan_carries_the_statistics(mapped: Plan, demo_model: Any, short: Win
     with ACE.load(path, 0.5, policy="share", gain="aligned")(demo_model) as ace, torch.no_grad():
         first = demo_model(short.ids).logits
         assert ace.realised == pytest.approx(entry.realised, abs=2e-3)
-        ace.set_skip(0.3)
+        ace.set_skip(0.1 + 0.2)
         with pytest.warns(UserWarning, match="differ by phase"):
             ace.set_skip({"prefill": 0.5, "decode": 0.0})  # nothing lost, nothing aligned
         assert torch.equal(demo_model(short.ids).logits, first)
         before = ace.runtime.alignment
-        with pytest.raises(BudgetError, match=r"0\.4 has none on this text; mapped are 0\.3, 0\.5"):
-            ace.set_skip(0.4)
+        for budget, says in ((0.4, r"0\.4 has none on this text; mapped are 0\.3, 0\.5"), ("much", "is no number")):
+            with pytest.raises(BudgetError, match=says):
+                ace.set_skip(budget)
         assert ace.runtime.alignment is before and ace.skip == {"prefill": 0.5, "decode": 0.0}
 
 
