@@ -140,8 +140,8 @@ class ACE:
         self.skip = dict(skip) if isinstance(skip, Mapping) else skip
 
     def _set(self, skip: Skip, number: int = 0) -> None:
-        statistics = alignment(self.plan, self.policy, skip, self.workload)
         tau, targets = look_up(self.plan, self.policy, skip, self.workload, self.control)
+        statistics = alignment(self.plan, self.policy, skip, self.workload)
         self.runtime.set(tau, number, targets)
         self.runtime.align(statistics)
 

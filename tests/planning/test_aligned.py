@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from ace_moe.integrations.vllm.settings import check_policy
 from ace_moe.plan import Plan
 from ace_moe.planning import map_budgets
 from ace_moe.planning.aligned import statistics
-from ace_moe.planning.passes import attached
+from ace_moe.planning.passes import attached, read_through
 from ace_moe.policies import make
 from ace_moe.text import Windows, windows_of
 
@@ -53,7 +54,7 @@ def test_skipped_sums_get_the_mean_and_spread_of_whole_ones(model: Any, text: Wi
     """Of tokens that lost a slot, in every component; the others' sums stay as they are to the bit."""
     plan, policy, whole = build_plan(model), make("share", gain=gain, compensate="aligned"), sums(model, text.ids)
     with attached(model, plan, policy) as runtime:
-        found = statistics(runtime, model, text.ids.split(3), TAU)
+        found = statistics(runtime, TAU, lambda: read_through(model, text, batch=3))
         runtime.set(torch.full((3,), TAU))
         plain = sums(model, text.ids)
         kept: list[Tensor] = []
@@ -76,6 +77,13 @@ def test_nothing_lost_means_nothing_changed(model: Any, text: Windows) -> None:
     with attached(model, plan, make("share", gain="aligned")) as runtime, torch.no_grad():
         runtime.align({key: torch.full_like(layer.statistics, 7.0) for key, layer in runtime.layers.items()})
         assert torch.equal(model(ids).logits, expected)
+
+
+def test_a_layer_that_skips_nothing_is_left_alone(model: Any, text: Windows) -> None:
+    with attached(model, build_plan(model), make("share", gain="aligned")) as runtime:
+        found = statistics(runtime, 1e-9, lambda: read_through(model, text))
+    for scale, shift in found.values():
+        assert (scale == 1).all() and (shift == 0).all()
 
 
 def test_a_sum_in_low_precision_is_aligned_in_high() -> None:
@@ -106,13 +114,14 @@ def test_a_plan_carries_the_statistics(mapped: Plan, demo_model: Any, short: Win
     with ACE.load(path, 0.5, policy="share", gain="aligned")(demo_model) as ace, torch.no_grad():
         first = demo_model(short.ids).logits
         assert ace.realised == pytest.approx(entry.realised, abs=2e-3)
-        ace.set_skip(0.3)
+        ace.set_skip(0.1 + 0.2)
         with pytest.warns(UserWarning, match="differ by phase"):
             ace.set_skip({"prefill": 0.5, "decode": 0.0})  # nothing lost, nothing aligned
         assert torch.equal(demo_model(short.ids).logits, first)
         before = ace.runtime.alignment
-        with pytest.raises(BudgetError, match=r"0\.4 has none on this text; mapped are 0\.3, 0\.5"):
-            ace.set_skip(0.4)
+        for budget, says in ((0.4, r"0\.4 has none on this text; mapped are 0\.3, 0\.5"), ("much", "is no number")):
+            with pytest.raises(BudgetError, match=says):
+                ace.set_skip(budget)
         assert ace.runtime.alignment is before and ace.skip == {"prefill": 0.5, "decode": 0.0}
 
 
@@ -134,6 +143,14 @@ def test_compare_learns_from_its_other_text(
         results = compare(subject, grid, tmp_path / f"{len(found)}.json", facts(subject, "demo"))
         found.append(results["cells"][0]["kl"]["value"])
     assert found[1] < found[0] < 0.3 and grid.calibrated
+
+
+def test_the_page_is_what_is_stored() -> None:
+    sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+    import aligned
+
+    text = aligned.PAGE.read_text(encoding="utf-8")
+    assert aligned.page(text) == text and "| over `kept` | over `power` |" in text
 
 
 # ---- refusals -------------------------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ AGAIN = "Build it again with `ace tables`."
 
 def aligned_tables(settings: Mapping[str, Any], budget: float, sha256: str) -> tuple[str, str]:
     """Names of the scale and the shift [hidden] of skipped sums that belong to a threshold: settings, budget and text."""
-    of = json.dumps([compared(settings), budget, sha256], sort_keys=True)
+    of = json.dumps([compared(settings), round(budget, 9), sha256], sort_keys=True)  # 0.1 + 0.2 is 0.3
     mark = hashlib.sha256(of.encode()).hexdigest()[:12]
     return f"aligned_scale_{mark}", f"aligned_shift_{mark}"
 

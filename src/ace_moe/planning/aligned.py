@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from .. import rule
 from ..plan import Plan
@@ -22,19 +21,17 @@ Statistics = dict[str, Tensor]  # by layer; of alignment [2, d]: scale and shift
 Reduce = Callable[[Tensor, Tensor], Tensor]  # of whole sums and skipped ones [T, d]; what it returns is added up
 
 
-def statistics(runtime: Runtime, model: PreTrainedModel, ids: Sequence[Tensor], tau: float) -> Statistics:
-    """Scale and shift of the tokens of ids [B, L] … that lose a slot at τ."""
+def statistics(runtime: Runtime, tau: float, read: Callable[[], object]) -> Statistics:
+    """Scale and shift of the tokens that lose a slot at τ in the text that `read` runs the model over."""
 
     def moments(y: Tensor, less: Tensor) -> Tensor:
         return torch.stack([n.sum(0) for n in (torch.ones_like(y), y, y * y, less, less * less)])
 
-    return {key: _scale_and_shift(found) for key, found in gathered(runtime, model, ids, tau, moments).items()}
+    return {key: _scale_and_shift(found) for key, found in gathered(runtime, tau, read, moments).items()}
 
 
 @torch.inference_mode()
-def gathered(
-    runtime: Runtime, model: PreTrainedModel, ids: Sequence[Tensor], tau: float, reduce: Reduce
-) -> dict[str, Tensor]:
+def gathered(runtime: Runtime, tau: float, read: Callable[[], object], reduce: Reduce) -> dict[str, Tensor]:
     """By layer: what the experts' sums, whole and skipped at τ, come to, with nothing skipped in the layers before."""
     found: dict[str, list[Tensor]] = {key: [] for key in runtime.layers}
 
@@ -46,8 +43,7 @@ def gathered(
         return observer
 
     with runtime.aside(), runtime.observed(make):
-        for part in ids:
-            model.base_model(input_ids=part.to(model.device), use_cache=False)
+        read()
     return {key: torch.stack(parts).sum(0).cpu() for key, parts in found.items()}
 
 
@@ -57,6 +53,8 @@ def _pair(layer: Layer, routing: Routing, keep: Tensor) -> tuple[Tensor, Tensor]
     assert experts is not None and routing.hidden is not None
     lost = lost if routing.token_mask is None else lost & routing.token_mask
     x, e = routing.hidden.reshape(-1, routing.hidden.shape[-1])[lost], routing.ids[lost]
+    if not len(x):  # nothing for a grouped product
+        return x.double(), x.double()
     ways = (routing.gates, layer.policy.skip(routing, keep).gates)
     whole, skipped = (run_experts(experts, x, e, gates[lost]).double() for gates in ways)
     return whole, skipped

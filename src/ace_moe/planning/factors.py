@@ -88,9 +88,13 @@ def _skip_only(runtime: Runtime, key: str) -> None:
 # ---- the gain that fits a layer -----------------------------------------------------------------------------------------
 
 
+def _products(y: Tensor, less: Tensor) -> Tensor:
+    return torch.stack([(y * less).sum(), (less * less).sum()])
+
+
 def fitted_gains(model: PreTrainedModel, plan: Plan, policy: TokenPolicy, ids: Sequence[Tensor], tau: float) -> Numbers:
     """c = Σ⟨y, ŷ⟩ / Σ⟨ŷ, ŷ⟩ of each layer: what brings the skipped sum ŷ closest to the whole one y, over tokens that lost a
     slot at τ, with nothing skipped before."""
     with attached(model, plan, replace(policy, gain="none", compensate=None)) as runtime:
-        sums = gathered(runtime, model, ids, tau, lambda y, less: torch.stack([(y * less).sum(), (less * less).sum()]))
+        sums = gathered(runtime, tau, lambda: [predict(model, part) for part in ids], _products)
     return {key: float(a / b) if b > 0 and a > 0 else 1.0 for key, (a, b) in sums.items()}

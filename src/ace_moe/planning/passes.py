@@ -19,7 +19,7 @@ from ..plan import Plan
 from ..policies import Decision, Policy, Routing, TokenPolicy
 from ..runtime import Runtime
 from ..runtime.layer import Observer
-from ..text import Windows
+from ..text import Windows, windows_of
 from .aligned import Statistics, statistics
 from .mapping import Histogram
 
@@ -93,8 +93,10 @@ class Passes:
         if threshold == 0 or not self.policy.aligned:
             return {}
         if threshold not in self._statistics:
-            parts = self.learned.ids[:ALIGNED_ON].split(self.batch)
-            self._statistics[threshold] = statistics(self.runtime, self.model, parts, threshold)
+            part = windows_of(self.learned.ids[:ALIGNED_ON], "")
+            self._statistics[threshold] = statistics(
+                self.runtime, threshold, lambda: read_through(self.model, part, self.batch)
+            )
         return self._statistics[threshold]
 
 

@@ -78,9 +78,7 @@ class Layer(nn.Module):
         self.trace: Callable[[Tensor, Tensor], None] | None = None  # given ids and gates as the router gave them
         with torch.inference_mode(False):
             self._make_buffers(tables, guarded, torch.device(device))
-            if (
-                policy.aligned
-            ):  # [2, d]: the scale and shift of skipped sums; without statistics they stay what they are
+            if policy.aligned:  # [2, d]: scale and shift of skipped sums; without statistics those stay what they are
                 self._keep("statistics", torch.tensor([[1.0], [0.0]], device=device).repeat(1, hidden))
         self.rule = ""  # the rule as the kernels take it
         self.views: tuple[str, ...] = ()  # its tables
