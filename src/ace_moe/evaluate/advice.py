@@ -34,8 +34,9 @@ def usable(method: str) -> bool:
         policy = make(PRESETS.get(name, name), **params) if name in {*POLICIES, *PRESETS} else None
     except AceError:
         return False
-    known = isinstance(policy, TokenPolicy) and policy.token_local and not policy.calibrated
-    return known and not (policy.needs_logits or policy.needs_norms or policy.compensate)
+    if not isinstance(policy, TokenPolicy) or not policy.token_local:
+        return False
+    return not (policy.calibrated or policy.needs_logits or policy.needs_norms or policy.compensate)
 
 
 def best(ways: dict[tuple[str, str], list[Results]]) -> list[Results]:
