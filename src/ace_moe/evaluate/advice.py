@@ -11,19 +11,23 @@ from .grid import parse_method
 
 NEAR = 0.05  # nats a token: as far as is advised to go
 TIE = 1.05  # KLs within this factor are decided by perplexity
+TIED = "within 5 % of the nearest to the unskipped model, and has the better perplexity"
 Results = dict[str, Any]
+Ways = dict[tuple[str, str], list[Results]]
 
 
 def advise(results: Results) -> Results | None:
     """Words and commands, from cells whose method needs no text of its own and can be served; None if there are none."""
-    ways: dict[tuple[str, str], list[Results]] = {}
+    ways: Ways = {}
     for cell in results["cells"]:
         if "kl" in cell and usable(cell["method"]):
             ways.setdefault((cell["method"], cell["gain"]), []).append(cell)
     if not ways:
         return None
-    cells = sorted(best(ways), key=lambda c: c["budget"])
-    return {"words": words(cells, results["workload"]), "commands": commands(cells, results["model"]["name"])}
+    found = best(ways)
+    how = "nearest to the unskipped model" if found is nearest(ways) else TIED
+    cells = sorted(found, key=lambda c: c["budget"])
+    return {"words": words(cells, how, results["workload"]), "commands": commands(cells, results["model"]["name"])}
 
 
 def usable(method: str) -> bool:
@@ -34,16 +38,22 @@ def usable(method: str) -> bool:
         policy = make(PRESETS.get(name, name), **params) if name in {*POLICIES, *PRESETS} else None
     except AceError:
         return False
-    known = isinstance(policy, TokenPolicy) and policy.token_local and not policy.calibrated
-    return known and not (policy.needs_logits or policy.needs_norms or policy.compensate)
+    if not isinstance(policy, TokenPolicy) or not policy.token_local:
+        return False
+    return not (policy.calibrated or policy.needs_logits or policy.needs_norms or policy.compensate)
 
 
-def best(ways: dict[tuple[str, str], list[Results]]) -> list[Results]:
-    """The cells of one method and gain: least KL over the budgets, of near equals the least perplexity."""
+def nearest(ways: Ways) -> list[Results]:
+    """The cells of one method and gain: least KL over the budgets, of those that have most of them."""
     most = max(map(len, ways.values()))
-    whole = [cells for cells in ways.values() if len(cells) == most]
-    least = min(map(_log_kl, whole))
-    return min((c for c in whole if _log_kl(c) <= least + math.log(TIE)), key=lambda c: sum(x["perplexity"] for x in c))
+    return min((cells for cells in ways.values() if len(cells) == most), key=_log_kl)
+
+
+def best(ways: Ways) -> list[Results]:
+    """Of near equals the one with the least perplexity."""
+    first = nearest(ways)
+    near = [c for c in ways.values() if len(c) == len(first) and _log_kl(c) <= _log_kl(first) + math.log(TIE)]
+    return min(near, key=lambda cells: sum(c["perplexity"] for c in cells))
 
 
 def _log_kl(cells: list[Results]) -> float:
@@ -56,9 +66,9 @@ def reach(cells: list[Results]) -> Results | None:
     return near[-1] if near else None
 
 
-def words(cells: list[Results], text: Results) -> str:
+def words(cells: list[Results], how: str, text: Results) -> str:
     kls = ", ".join(f"{c['kl']['value']:.4f} at {_percent(c['budget'])}" for c in cells)
-    said = f"{cells[0]['method']} with gain {cells[0]['gain']} is nearest to the unskipped model: KL {kls}. "
+    said = f"{cells[0]['method']} with gain {cells[0]['gain']} is {how}: KL {kls}. "
     found = reach(cells)
     if found is None:
         said += f"It is further than {NEAR} nats a token away at every budget measured; begin lower. "
