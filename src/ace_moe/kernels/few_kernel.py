@@ -15,10 +15,10 @@ from .products_kernel import add_row
 @triton.jit
 def _scale(scale, k, K, NORM: tl.constexpr, PLUS: tl.constexpr):
     """What a norm multiplies columns k by, beside its root."""
-    if not NORM:
+    if NORM:
+        return tl.load(scale + k, mask=k < K, other=0.0).to(tl.float32) + (1.0 if PLUS else 0.0)
+    else:
         return 1.0
-    g = tl.load(scale + k, mask=k < K, other=0.0).to(tl.float32)
-    return g + 1.0 if PLUS else g
 
 
 @triton.jit
