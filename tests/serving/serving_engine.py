@@ -54,7 +54,7 @@ class AuditedWorker(AceWorker):
         mark, self.trace = type(rows).mark, []
 
         def traced(step: Any) -> None:
-            self.trace.append([None if part is None else part.tolist() for part in step])
+            self.trace.append([part.tolist() if hasattr(part, "tolist") else part for part in step])
             mark(rows, step)
 
         rows.mark = traced  # type: ignore[method-assign]
