@@ -20,6 +20,7 @@ from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB, or a CPU engine wants most of the memory
 # or fp32 products on a GPU are TF32, and near ties route the other way
 os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "serving"))
