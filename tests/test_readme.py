@@ -253,6 +253,11 @@ def test_serving_agreement_is_the_stored_result() -> None:
         row["equal_tokens"] for name, row in stored("serving_agreement_cpu.json").items() if name.startswith("bfloat16")
     ]
     assert f"agree on {bf16[0]} of 192 tokens with nothing skipped and on all {bf16[1]} at 50 %" in page
+    many = [row for name, row in stored("serving_agreement_text.json").items() if name.startswith("bfloat16")]
+    equal, tokens = [row["equal_tokens"] for row in many], many[0]["tokens"]
+    assert f"over {many[0]['prompts']} pieces" in page
+    skipped = f"{equal[1]} with {many[1]['realised']:.0%} skipped"
+    assert f"agrees on {equal[0]} of {tokens} tokens with nothing skipped and on {skipped}" in page
 
 
 def test_latency_rows_are_valid() -> None:
