@@ -15,11 +15,13 @@ import gc
 import json
 import os
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB, or a CPU engine wants most of the memory
 # or fp32 products on a GPU are TF32, and near ties route the other way
 os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "serving"))
@@ -32,6 +34,7 @@ from ace_moe.integrations.vllm import engine_args
 from ace_moe.integrations.vllm.control import report, reset, set_threshold
 from ace_moe.loading import load_model, load_tokenizer
 from ace_moe.plan import Plan
+from ace_moe.provenance import command
 
 WORDS = 24  # of a piece of text
 
@@ -120,14 +123,18 @@ def main() -> None:
     parser.add_argument("--eager", action="store_true")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    path = Path("agreement-plan.safetensors").absolute()
     plan = build_plan(options.model)
-    plan.save(path)
+    folder = tempfile.TemporaryDirectory()
+    path = plan.save(Path(folder.name) / "plan.safetensors")
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-    command = "python benchmarks/serving_agreement.py " + " ".join([Path(options.model).name, *sys.argv[2:]])
     import vllm  # builds for the CPU have another name among the installed packages
 
-    facts = {"command": command, "device": device, "torch": torch.__version__, "vllm": vllm.__version__}
+    facts = {
+        "command": f"python benchmarks/{command(sys.argv)}",
+        "device": device,
+        "torch": torch.__version__,
+        "vllm": vllm.__version__,
+    }
     results: dict[str, Any] = dict(facts)
     threshold = options.threshold
     for dtype in options.dtypes:
@@ -148,7 +155,7 @@ def main() -> None:
                 options.out.write_text(json.dumps(results, indent=1) + "\n")
         del llm
         gc.collect()
-    path.unlink()
+    folder.cleanup()
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """docs/support.md, and the short table in README.md between its marks, from what tests ran; nothing is typed by hand.
 
     pytest --support benchmarks/results/support.json tests/integrations/test_families.py tests/checkpoint tests/kernels
-    pytest --support benchmarks/results/support.json tests/serving/test_engine.py
+    pytest --support benchmarks/results/support.json tests/serving/test_engine.py tests/serving/test_copies.py
     python benchmarks/support_page.py
 
 The first two in each environment and on each machine there is: cells of several runs join.

@@ -6,12 +6,14 @@ import re
 import shlex
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 from ace_moe import ACE, cli
 from ace_moe.cli import show
+from ace_moe.cli.groups import Deciding, Loading
 from ace_moe.demo import MODEL
 from ace_moe.errors import BudgetError
 from ace_moe.plan import Plan
@@ -92,7 +94,7 @@ def test_the_package_has_the_names_it_says() -> None:
 
 
 def test_options_mean_the_same_everywhere() -> None:
-    """--json gives results, --out names a file, and a budget has one default."""
+    """--json gives results, --out names a file, a budget has one default, and options that belong together come together."""
     options = {name: {p.name: p for p in command.params} for name, command in COMMANDS.items() if name != "study"}
     flags = {name: {flag for p in found.values() for flag in p.opts} for name, found in options.items()}
     elsewhere = {"chat", "serve", "lm-eval"}  # a loop, a server, another program's command line
@@ -100,6 +102,10 @@ def test_options_mean_the_same_everywhere() -> None:
     assert all("--out" in found for found in flags.values() if "-o" in found or "--output" in found)
     asked = {name: found["skip"].default for name, found in options.items() if "skip" in found}
     assert asked.pop("trace") == 0.0 and asked.pop("simulate") == "0.2,0.3,0.4", "what a trace is of, and is asked"
+    for group, own in ((Deciding, {"serve", "eval", "simulate"}), (Loading, {"compare", "tune"})):
+        names = {field.name for field in fields(group)}
+        both = {"plan", "budget", "run", "chat", "perplexity", "trace"}
+        assert {name for name, found in options.items() if names <= set(found)} == both | own
     skips = set(map(str, asked.values()))
     assert skips == {"0.3", "0,0.3", "None"}, "None: 0.3 with a plan"
 

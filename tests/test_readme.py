@@ -112,6 +112,13 @@ def serving_page_claims() -> list[str]:
     return [*rows, *unions]
 
 
+def agreement_claims() -> list[str]:
+    dense, half = [r for name, r in stored("serving_agreement_text.json").items() if name.startswith("bfloat16")]
+    said = f"agrees on {dense['equal_tokens']} of {dense['tokens']} tokens with nothing skipped"
+    skipped = f"on {half['equal_tokens']} with {percent(half['realised'], 0)} skipped"
+    return [f"over {dense['prompts']} pieces of WikiText-2", f"{said} and {skipped}"]
+
+
 def threshold_claims() -> list[str]:
     rows = [r for key in ("min_active_1", "min_active_2") for r in stored("threshold_transfer_demo.json")[key]]
     assert all(abs(r["mapped_realised"] - r["budget"]) <= 0.001 for r in rows)
@@ -160,7 +167,7 @@ CLAIMS = {
     "docs/tutorial.md": (demo_claims, compared_claims),
     "docs/comparison.md": (rival_claims,),
     "docs/guarantees.md": (guarantee_claims,),
-    "docs/serving.md": (serving_page_claims,),
+    "docs/serving.md": (serving_page_claims, agreement_claims),
     "docs/policies.md": (squared_claims,),
 }
 

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from .checkpoint import MoEModel
 from .errors import BudgetError, IntegrationError, OptionError
 from .integrations.transformers import Attachment, attached_to, base_of
+from .integrations.transformers.attachment import CHANGING
 from .integrations.transformers.experts import CHOICES, Choice
 from .plan import Plan
 from .planning import map_budgets, text_for
@@ -205,11 +206,12 @@ class ACE:
         if self._attachment is not None and self._attachment.active:
             raise IntegrationError("This plan is attached to a model already. Call `ace.detach()` first.")
         inner = base_of(model)
-        moe = MoEModel.of(inner)
-        self.plan = self.plan.check_model(moe.fingerprint(), self.allow_other_weights)
-        if self._pending is None:
-            self.plan = add_tables(self.plan, self.policy.tables, inner)
-        else:
+        with CHANGING:  # no other thread puts parts in or takes them out while the model is looked at
+            moe = MoEModel.of(inner)
+            self.plan = self.plan.check_model(moe.fingerprint(), self.allow_other_weights)
+            if self._pending is None:
+                self.plan = add_tables(self.plan, self.policy.tables, inner)
+        if self._pending is not None:
             self._map(inner, self._pending)
         runtime = Runtime(self.plan, self.policy, BUDGETS, **self._votes)
         self._attachment = Attachment(inner, runtime, moe.sites, self.dispatch)

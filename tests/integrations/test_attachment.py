@@ -19,6 +19,7 @@ from transformers import AutoConfig, PreTrainedModel, Qwen3MoeForCausalLM, Qwen3
 import ace_moe
 import zoo
 from ace_moe import ACE, build_plan
+from ace_moe.checkpoint import MoEModel
 from ace_moe.demo import MODEL
 from ace_moe.errors import IntegrationError
 from ace_moe.integrations.transformers import attachment
@@ -350,6 +351,22 @@ def test_two_threads_attach_to_one_model(
     for ace in both:
         ace.detach()
     torch.testing.assert_close(zoo.run(model), stock, rtol=0, atol=0)
+
+
+def test_no_thread_changes_a_model_that_is_looked_at(
+    model: PreTrainedModel, plan: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Modules that come or go while their names are listed end the listing with an error of Python's."""
+    free, look = [], MoEModel.of
+
+    def looked_at(inner: PreTrainedModel) -> MoEModel:
+        with ThreadPoolExecutor(1) as pool:
+            free.append(pool.submit(attachment.CHANGING.acquire, blocking=False).result())
+        return look(inner)
+
+    monkeypatch.setattr(MoEModel, "of", looked_at)
+    with ACE(plan)(model):
+        assert free and not any(free)
 
 
 def test_a_failing_pass_lets_go(model: PreTrainedModel, plan: Plan) -> None:
