@@ -17,7 +17,7 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ace_moe.kernels import attend, decide, experts, few, launch
+from ace_moe.kernels import attend, decide, experts, gemv, launch
 from ace_moe.kernels.activation import SILU, SWIGLU_OAI, Activation
 from ace_moe.rule import Form
 
@@ -153,18 +153,10 @@ def the_rest() -> None:
     for tokens in (1, 16, 64, 300):
         decide_slots(tokens, RULES[0], restores=True)
         route_tokens(tokens, RULES[0], restores=True)
-    for tokens, columns, rows in (
-        (1, 2048, (4096, 512, 512)),
-        (4, 2048, (128,)),
-        (4, 4096, (2048,)),
-        (2, 2816, (96, 7)),
-    ):
-        x, matrices = (
-            torch.zeros(tokens, columns, dtype=torch.bfloat16),
-            [torch.zeros(n, columns).bfloat16() for n in rows],
-        )
-        few.few(x, matrices, x[0], 1e-6, tokens > 1, True)
-        few.few(x, matrices, add=torch.zeros(tokens, sum(rows), dtype=x.dtype))
+    for columns, rows in ((2048, (4096, 512, 512)), (4096, (2048,)), (2816, (96, 7))):
+        x, matrices = torch.zeros(1, columns, dtype=torch.bfloat16), [torch.zeros(n, columns).bfloat16() for n in rows]
+        gemv.gemv(x, matrices, x[0], 1e-6, True, True, True)
+        gemv.gemv(x, matrices, add=torch.zeros(1, sum(rows), dtype=x.dtype))
     for batch, positions in ((1, 272), (16, 1040)):
         k = torch.zeros(batch, 4, positions, 128, dtype=torch.bfloat16)
         mask = torch.ones(batch, 1, 1, positions, dtype=torch.bool)

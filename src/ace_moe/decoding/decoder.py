@@ -27,7 +27,7 @@ from .static import StepCache, check
 
 
 def tuned(batch: int) -> dict[str, Any]:
-    """Compiler options: products of few rows are ours; kernels may start before the one in front has ended."""
+    """Compiler options: one token's products are ours; kernels may start before the one in front has ended."""
     from torch._inductor import config
 
     from .fuse import fuse

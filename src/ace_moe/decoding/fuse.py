@@ -1,5 +1,5 @@
-"""What a compiler does not do with a decode step of few tokens: products read their matrices at full speed, and take the norm
-before them and the sum after them along.
+"""What a compiler does not do with a decode step: one token's products read their matrices ahead and take the norm before
+them and the sum after them along; and at any batch the experts add what their sum is added to.
 
 `fuse` rewrites a layer's graph as Dynamo gives it, before the compiler sees it. Which operations are an RMS norm is found by
 trying them.
@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, fx
 
 from ..kernels import ops  # noqa: F401  the experts' operator
-from ..kernels.few import DEEPEST, MOST
+from ..kernels.gemv import DEEPEST, MOST
 
 VIEWS = ("view", "reshape", "contiguous")
 LINEAR = torch.nn.functional.linear
-FEW, EXPERTS = torch.ops.ace_moe.few.default, torch.ops.ace_moe.experts.default
+GEMV, EXPERTS = torch.ops.ace_moe.gemv.default, torch.ops.ace_moe.experts.default
 SUMS = (operator.add, operator.iadd, torch.add)
 LARGEST_EPS = 1e-3
 NEARLY_ALL = 0.98  # equal values from which two formulas are one: a root may be rounded otherwise
@@ -35,8 +35,7 @@ class Norm(NamedTuple):
     rounded: bool
 
     def options(self) -> dict[str, Any]:
-        """The operator's: it rounds nothing on the way, as a compiler does not."""
-        return {"scale": self.scale, "eps": self.eps, "plus": self.plus}
+        return {"scale": self.scale, "eps": self.eps, "plus": self.plus, "rounded": self.rounded}
 
     def reference(self, x: Tensor, scale: Tensor) -> Tensor:
         wide = x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + self.eps)
@@ -82,12 +81,12 @@ def _erase(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _siblings(graph: fx.Graph) -> list[list[fx.Node]]:
-    """Products of the same few tokens with matrices of the layer."""
+    """Products of the same token with matrices of the layer."""
     groups: dict[fx.Node, list[fx.Node]] = {}
     for node in graph.find_nodes(op="call_function", target=LINEAR):
         x, weight = _value(node.args[0]), node.args[1]
-        few_tokens = x.numel() // x.shape[-1] <= MOST and x.shape[-1] <= DEEPEST and x.element_size() == 2
-        if few_tokens and weight.op == "placeholder" and _value(weight).dtype == x.dtype:
+        one = x.numel() == x.shape[-1] <= DEEPEST and x.element_size() == 2
+        if one and weight.op == "placeholder" and _value(weight).dtype == x.dtype:
             groups.setdefault(_source(node.args[0]), []).append(node)
     return list(groups.values())
 
@@ -114,7 +113,7 @@ def _join(graph: fx.Graph, linears: list[fx.Node]) -> None:
         x = _flat(graph, norm.x if norm else source)
         options = norm.options() if norm else {"add": _flat(graph, other)} if other else {}
         matrices = [linear.args[1] for linear in linears]
-        both = _new(graph, _value(x), FEW, x, matrices, **options)
+        both = _new(graph, _value(x), GEMV, x, matrices, **options)
         y = _new(graph, _value(x), operator.getitem, both, 0)
         for linear, part in zip(linears, _parts(graph, y, linears), strict=True):
             (total or linear).replace_all_uses_with(part)
@@ -164,13 +163,13 @@ def _sum_of(node: fx.Node) -> tuple[fx.Node, fx.Node] | tuple[None, None]:
 def _add_to(graph: fx.Graph, experts: fx.Node) -> None:
     """What the experts' result alone is added to becomes theirs to add."""
     total, other = _sum_of(experts)
-    if total is None:
+    if total is None or other is None:
         return
     with graph.inserting_before(total):
         flat = _flat(graph, other)
         y = _new(graph, _value(flat), EXPERTS, *experts.args, **{**experts.kwargs, "add": flat})
         total.replace_all_uses_with(_new(graph, _value(total), "reshape", y, tuple(_value(total).shape)))
-    below = total.args[0] if total.args[1] is other else total.args[1]
+    below: Any = total.args[0] if total.args[1] is other else total.args[1]
     graph.erase_node(total)
     while below is not experts:
         below, gone = below.args[0], below
@@ -222,6 +221,6 @@ def _module(node: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
 def _evaluate(nodes: list[fx.Node], values: dict[fx.Node, Any]) -> Any:
     for n in nodes:
         args, options = fx.map_arg((n.args, n.kwargs), values.__getitem__)
-        target = getattr(args[0], n.target) if n.op == "call_method" else n.target
+        target: Any = getattr(args[0], str(n.target)) if n.op == "call_method" else n.target
         values[n] = target(*(args[1:] if n.op == "call_method" else args), **options)
     return values[nodes[-1]]
