@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
+from torch._subclasses import FakeTensor
 
 from ..kernels import ops  # noqa: F401  the experts' operator
 from ..kernels.gemv import DEEPEST, MOST
@@ -86,9 +87,14 @@ def _siblings(graph: fx.Graph) -> list[list[fx.Node]]:
     for node in graph.find_nodes(op="call_function", target=LINEAR):
         x, weight = _value(node.args[0]), node.args[1]
         one = x.numel() == x.shape[-1] <= DEEPEST and x.element_size() == 2
-        if one and weight.op == "placeholder" and _value(weight).dtype == x.dtype:
+        if one and weight.op == "placeholder" and _is_plain(_value(weight), x.dtype):
             groups.setdefault(_source(node.args[0]), []).append(node)
     return list(groups.values())
+
+
+def _is_plain(weight: Tensor, dtype: torch.dtype) -> bool:
+    """Not packed, which a class of its own shows, nor strided."""
+    return isinstance(weight, FakeTensor) and weight.dtype == dtype and weight.is_contiguous()
 
 
 def _is_view(node: fx.Node) -> bool:
