@@ -86,6 +86,19 @@ def gain_claims() -> list[str]:
     return [f"At 30 % skipped, perplexity of the 86 M-parameter model rises by {ours} instead of {paper}"]
 
 
+def ladder_claims() -> list[str]:
+    """From the smallest size to the largest; on each of them KL rises as it is trained."""
+    import ladder_page
+
+    result = ladder_page.load()
+    sizes = ladder_page.sized(result)
+    assert all(ladder_page.grown_by_training(result, size) > 1.1 for size in sizes)
+    kls = {s: ladder_page.mean([ladder_page.kl(r, "auto", 0.5) for r in ladder_page.ends(result, s)]) for s in sizes}
+    assert sorted(kls.values(), reverse=True) == list(kls.values())
+    said = [f"{kls[s]:.3f} with {result['sizes'][s]['parameters'] / 1e6:.1f} M" for s in (sizes[0], sizes[-1])]
+    return [f"KL at 50 % is {said[0]} parameters and {said[1]}, and rises with training"]
+
+
 def serving_claims() -> list[str]:
     rows = stored("serving_h200.json")["rows"]
     assert {f"{r['realised']:.0%}" for r in rows if r["way"] == "60%"} == {"60%"}
@@ -163,7 +176,7 @@ def stream_claims() -> list[str]:
 
 CLAIMS = {
     "docs/formats.md": (stream_claims,),
-    "README.md": (serving_claims, threshold_claims, gain_claims),
+    "README.md": (serving_claims, threshold_claims, gain_claims, ladder_claims),
     "docs/tutorial.md": (demo_claims, compared_claims),
     "docs/comparison.md": (rival_claims,),
     "docs/guarantees.md": (guarantee_claims,),
