@@ -69,20 +69,20 @@ def changes(name: str, budget: float, gain: str = "power") -> dict[str, str]:
 
 
 def compared_claims() -> list[str]:
-    change = changes("compare_demo.json", 0.5)
-    first = f"`ace` raises perplexity by {change['ace']}, a plain `share` by {change['share']} and `modes` by {change['modes']}"
-    return [first]
+    change = {name: changes("compare_demo_moe.json", 0.5)[name] for name in ("ace", "share", "share:squared=true")}
+    said = [f"a plain `share` by {change['share']}", f"`share:squared=true` by {change['share:squared=true']}"]
+    return [f"`ace` raises perplexity by {change['ace']}, {' and '.join(said)}"]
 
 
 def rival_claims() -> list[str]:
-    lab = changes("compare_lab.json", 0.5)
+    lab = changes("compare_lab_moe.json", 0.5)
     return [
         f"it costs {lab['fixed']} perplexity at 50 %, against {lab['share']} for a gate share and {lab['ace']} for `ace`"
     ]
 
 
 def gain_claims() -> list[str]:
-    ours, paper = (changes("compare_lab.json", 0.3, gain)["ace"] for gain in ("power", "kept"))
+    ours, paper = (changes("compare_lab_moe.json", 0.3, gain)["ace"] for gain in ("power", "kept"))
     return [f"At 30 % skipped, perplexity of the 86 M-parameter model rises by {ours} instead of {paper}"]
 
 
@@ -152,11 +152,15 @@ def own_text_claim() -> str:
 
 
 def squared_claims() -> list[str]:
-    cells = {(c["method"], c["budget"]): c for c in stored("compare_squared_lab.json")["cells"] if c["gain"] == "none"}
-    said = []
+    """At 60 % by model; at 30 % squares are ahead nowhere."""
+    from study_claims import paired, sign
+
+    said, models = [], [stored(f"compare_{name}.json") for name in ("lab_moe", "lab_olmoe", "lab_glm", "demo_moe")]
     for name in ("share:squared=true", "top_p:squared=true"):
-        change = [cells[name, b]["perplexity"] / cells["share", b]["perplexity"] - 1 for b in (0.3, 0.5, 0.6)]
-        said.append(f"`{name}` " + ", ".join(f"{c:+.1%}".replace("-", "−").replace("%", " %") for c in change))
+        low, high = ([paired(r, name, "share", "power", b) for r in models] for b in (0.3, 0.6))
+        assert all(sign(change) >= 0 for change in low)
+        each = [f"{100 * c.value:+.0f} %".replace("-0 ", "0 ").replace("-", "−") for c in high]
+        said.append(f"`{name}` {', '.join(each)}")
     return said
 
 
