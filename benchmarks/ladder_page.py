@@ -184,8 +184,10 @@ def page() -> str:
         windows=result["judged_windows"],
         window=result["window"],
     )
-    return head + sizes_table(result) + TAIL.format(
-        way=way_table(result), longer=longer(), where=where, command=made["command"]
+    return (
+        head
+        + sizes_table(result)
+        + TAIL.format(way=way_table(result), longer=longer(), where=where, command=made["command"])
     )
 
 

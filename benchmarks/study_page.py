@@ -121,7 +121,9 @@ def setting(results: Results) -> str:
     return (
         f"{text['windows']} windows of {text['window']:,} tokens of {text['name']}, {results['identity']['dtype']}, on "
         f"{where}; torch {used['torch']}, transformers {used['transformers']}. Unskipped perplexity "
-        f"{results['dense']['perplexity']:.2f}. {corrected}{few}{unreached(results)}\n\n    " + "\n    ".join(commands) + "\n"
+        f"{results['dense']['perplexity']:.2f}. {corrected}{few}{unreached(results)}\n\n    "
+        + "\n    ".join(commands)
+        + "\n"
     )
 
 
