@@ -3,7 +3,7 @@
 python benchmarks/curves.py MODEL … --text wiki103.valid.txt [--other wiki.test.raw] [--out FILE]
 
 Measured at 10–80 % by tens; then 16 seeded budgets between 1 % and the limit are answered from the plan and run. On `other`
-a budget is compared with the nearest mapped one: both carry the same text's thresholds there.
+a budget is compared with the nearest mapped one: both carry the same text's thresholds there. A file that is there goes on.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from ace_moe import ACE, build_plan
 from ace_moe.files import file_hash
-from ace_moe.loading import load_model
+from ace_moe.loading import default_device, load_model
 from ace_moe.plan import Plan
 from ace_moe.planning import Passes, map_budgets, text_for
 from ace_moe.planning.passes import attached
@@ -118,12 +118,11 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    names = " ".join(m.name for m in options.models)
-    other = f" --other {options.other.name}" if options.other else ""
-    command = f"python benchmarks/curves.py {names} --text {options.text.name}{other} --policy {options.policy}"
-    result: Row = {"command": f"{command} --tokens {options.tokens}", "studies": []}
+    there = options.out and options.out.exists()
+    result: Row = json.loads(options.out.read_text()) if there else {"runs": [], "studies": []}
     texts = [text for text in (options.text, options.other) if text is not None]
-    result["provenance"] = provenance(inputs={text.name: file_hash(text) for text in texts})
+    record = provenance(default_device(), {text.name: file_hash(text) for text in texts})
+    result["runs"].append({"models": [m.name for m in options.models], **record})
     for source in options.models:
         result["studies"].append(study(source, options))
         if options.out:

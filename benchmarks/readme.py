@@ -14,11 +14,11 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 README, PICTURE = ROOT / "README.md", ROOT / "docs" / "overview.png"
-QUALITY, SERVING = "compare_lab.json", "serving_h200.json"
+QUALITY, SERVING = "compare_lab_moe.json", "serving_h200.json"
 LINES = {
     ("ace", "kept"): ("the paper's rule", "#c0392b"),
-    ("ace", "power"): ("ace-moe's default", "#1f6f8b"),
-    ("share", "power"): ("gate share, no tables", "#27ae60"),
+    ("ace", "power"): ("its score, gain power", "#1f6f8b"),
+    ("share", "power"): ("gate share, the default", "#27ae60"),
 }
 BLOCK = re.compile(r"(<!-- supported: written by [^>]*-->\n).*?(<!-- supported: end -->)", re.S)
 

@@ -116,13 +116,22 @@ def setting(results: Results) -> str:
         if text["windows"] < 16
         else ""
     )
+    commands = [run["command"] for run in results.get("runs", [])] or [results["command"]]
     corrected = "Budgets are corrected on the skipped model." if results["identity"]["correct"] else "τ from one pass."
     return (
         f"{text['windows']} windows of {text['window']:,} tokens of {text['name']}, {results['identity']['dtype']}, on "
         f"{where}; torch {used['torch']}, transformers {used['transformers']}. Unskipped perplexity "
-        f"{results['dense']['perplexity']:.2f}. {corrected}{few}"
-        "\n\n    " + "\n    ".join(results["command"].split(" && ")) + "\n"
+        f"{results['dense']['perplexity']:.2f}. {corrected}{few}{unreached(results)}\n\n    "
+        + "\n    ".join(commands)
+        + "\n"
     )
+
+
+def unreached(results: Results) -> str:
+    """Methods that were asked for and neither measured nor refused: the run was stopped before them."""
+    known = {cell["method"] for cell in results["cells"]} | set(results["refused"])
+    left = [f"`{m}`" for m in results["grid"]["methods"] if m not in known]
+    return f" The run was stopped before {', '.join(left)}." if left else ""
 
 
 # ---- tables -------------------------------------------------------------------------------------------------------
