@@ -83,10 +83,10 @@ ANSWERED = record(
 TIME = number(1e-9)
 TIMED = record(
     {"command": text, "rows": items(record({"what": text, "path": text, "tokens": COUNT, "batch": COUNT}
-        | {"requested": SHARE, "realised": SHARE, "wall_ms": TIME}), 1)}, {"device": text}
+        | {"requested": SHARE, "realised": SHARE, "wall_ms": TIME}), 1)}, {"device": text, **RUNS}
 )  # fmt: skip
 STEPS = record({"batch": COUNT, "skip": SHARE, "slots": SHARE, "restored": SHARE, "reads": number(0), "asked": TIME})
-SIMULATED = record({"command": text, "model": text, "trace": text, "rows": items(STEPS, 1)})
+SIMULATED = record({"command": text, "model": text, "trace": text, "rows": items(STEPS, 1)}, RUNS)
 KINDS: dict[str, Schema] = {
     **{COMPARE: COMPARED, THRESHOLDS: STUDIED, EVAL: ANSWERED},
     **{SIMULATE: SIMULATED, BENCH: TIMED},
