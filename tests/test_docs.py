@@ -92,6 +92,9 @@ def test_there_are_commands() -> None:
     assert len(COMMANDS) > 40 and len(run) > 15
 
 
+LONGER = ("traffic.md", "tuning.md")  # batches of 32 requests; a part to choose on and a part to check on
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("page", sorted({page for page, _ in COMMANDS}))
 def test_commands_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,8 +102,9 @@ def test_commands_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("ACE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(own_text, "own_windows", SHORT)
+    length = 60000 if page in LONGER else 9000
     for name in ("sample.txt", "wiki.test.raw"):
-        Path(name).write_text(TEXT.read_text(encoding="utf-8")[:9000], encoding="utf-8")
+        Path(name).write_text(TEXT.read_text(encoding="utf-8")[:length], encoding="utf-8")
     Path("code.jsonl").write_text(json.dumps({"text": TEXT.read_text(encoding="utf-8")[9000:18000]}), encoding="utf-8")
     shutil.copy(ROOT / "examples" / "spread.py", tmp_path)
     assert run_ace("plan", MODEL, "--text", "sample.txt", "--budgets", "0.2,0.5").code == 0
