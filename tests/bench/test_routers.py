@@ -57,7 +57,7 @@ def test_other_numbers_of_experts_and_slots(experts, k, part):
     assert router.union(16) == pytest.approx(union, rel=0.05)
     shares = mean_shares(torch.cat(fresh(router, 512)), k)
     assert shares.sum() == pytest.approx(1)
-    assert (shares - target_shares(k)).abs().max() < 0.05  # the most skewed of few experts bend the curve
+    assert (shares - target_shares(k)).abs().max() < 0.03
 
 
 def test_the_curve_at_other_k():

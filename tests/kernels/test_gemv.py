@@ -105,3 +105,9 @@ def test_more_tokens_and_wide_types_are_left_to_the_compiler(monkeypatch):
     assert not any(count(graphs, GEMV))
     _, graphs = steps(model.float(), 1, True, monkeypatch)
     assert not any(count(graphs, GEMV))
+
+
+def test_rewriting_is_asked_for():
+    model = zoo.build("qwen3_moe", torch.bfloat16, num_hidden_layers=1)
+    assert Decoder(model, 1, 32, fused=True).options["pre_grad_custom_pass"] is fuse
+    assert "pre_grad_custom_pass" not in Decoder(model, 1, 32).options

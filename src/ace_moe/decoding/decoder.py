@@ -26,14 +26,20 @@ from .layerwise import compiled_layers, decoder_layers, recording
 from .static import StepCache, check
 
 
-def tuned(batch: int) -> dict[str, Any]:
-    """Compiler options: one token's products are ours; kernels may start before the one in front has ended."""
+def tuned(batch: int, fused: bool = False) -> dict[str, Any]:
+    """Compiler options: with one row, products become reductions; kernels may start before the one in front has ended.
+
+    `fused`: layers are rewritten first (`fuse`).
+    """
     from torch._inductor import config
 
-    from .fuse import fuse
-
     early = {"triton.enable_pdl": True} if hasattr(config.triton, "enable_pdl") else {}
-    return {"coordinate_descent_tuning": batch == 1, "pre_grad_custom_pass": fuse, **early}
+    options: dict[str, Any] = {"coordinate_descent_tuning": batch == 1, **early}
+    if fused:
+        from .fuse import fuse
+
+        options["pre_grad_custom_pass"] = fuse
+    return options
 
 
 def _gpu(model: PreTrainedModel) -> torch.device:
@@ -56,12 +62,14 @@ class Decoder:
         captured: bool | None = None,
         experts: Literal["device", "host"] = "device",
         resident: float = 0.0,
+        fused: bool = False,
         **options: Any,
     ):
         """`captured`: whether steps are compiled and become a graph; by default on a GPU. `options` go to the compiler.
 
         `experts="host"` moves the model to the GPU but for its experts, of which the part `resident` has copies there;
-        then attach a plan: its kernels read what a step needs over the bus.
+        then attach a plan: its kernels read what a step needs over the bus. `fused` makes one token's products, norms and
+        sums one launch each; its tokens have not been compared with `generate`'s on a GPU yet, so it is off unless asked for.
         """
         if experts not in ("device", "host"):
             raise OptionError(f'experts is "device" or "host", not {experts!r}.')
@@ -69,7 +77,7 @@ class Decoder:
             place_experts(model, _gpu(model), resident)
         self.model, self.batch, self.length, self.attention = model, batch, length, attention
         self.captured = model.device.type == "cuda" if captured is None else captured
-        self.options = options or (tuned(batch) if self.captured else {})
+        self.options = options or tuned(batch, fused)
         check(model)
         decoder_layers(model)
         self.cache: StepCache | None = None
