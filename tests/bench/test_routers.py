@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ace_moe import ACE, build_plan
@@ -50,6 +50,7 @@ def test_shares_and_union_are_those_asked_for(kind, experts, union):
 
 @settings(max_examples=3, deadline=None)
 @given(experts=st.sampled_from([16, 30, 64]), k=st.integers(1, 8), part=st.floats(0, 1))
+@example(experts=30, k=7, part=0.0)  # a last group of two experts bent the curve by 0.03
 def test_other_numbers_of_experts_and_slots(experts, k, part):
     least, chance = Router(SKEWED, experts, k, skew=1.0).union(16), uniform_union(experts, k, 16)
     union = least + part * (chance - least)
@@ -57,7 +58,7 @@ def test_other_numbers_of_experts_and_slots(experts, k, part):
     assert router.union(16) == pytest.approx(union, rel=0.05)
     shares = mean_shares(torch.cat(fresh(router, 512)), k)
     assert shares.sum() == pytest.approx(1)
-    assert (shares - target_shares(k)).abs().max() < 0.03
+    assert (shares - target_shares(k)).abs().max() < 0.015
 
 
 def test_the_curve_at_other_k():

@@ -1,7 +1,7 @@
 """Routers of random models that route like real ones: how flat gates are, and how many experts a batch shares.
 
 A token's logits are s · (√(1 − c) · own + √c · (√(1 − ρ) · group + √ρ · bias)): `own` is drawn for each token and expert,
-`group` for each token and group of k experts, `bias` for each group alone, so ρ makes some groups popular. Groups, because
+`group` for each token and group of about k experts, `bias` for each group alone, so ρ makes some groups popular. Groups, because
 independent normal logits put more on the first gate and less on the second than real routers do. The union of a batch
 depends on ρ alone and the shares on s, so each is fitted by itself, on the router alone.
 """
@@ -90,11 +90,11 @@ class Router:
 
     @property
     def groups(self) -> int:
-        return -(-self.experts // self.k)
+        return max(1, self.experts // self.k)
 
     def _members(self, groups: Tensor) -> Tensor:
-        """Each group's row given to its experts, [groups, n] → [E, n]."""
-        return groups.repeat_interleave(self.k, 0)[: self.experts]
+        """Each group's row given to its experts, [groups, n] → [E, n]; groups of k or a few more, none of less than a token's."""
+        return groups[torch.arange(self.experts, device=groups.device) * self.groups // self.experts]
 
     def rows(self, width: int, generator: torch.Generator) -> Tensor:
         """What differs from token to token, [E, width]: random directions, or logits of so many tokens."""
