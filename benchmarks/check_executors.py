@@ -23,6 +23,7 @@ from typing import Any
 sys.path.append(str(Path(__file__).parent))
 
 from serving_against import device, settle
+from steps import on_device
 from versions import HERE, Version, serve
 
 from ace_moe.bench.shapes import GEMMA4_26B, QWEN3_30B, QWEN36_35B
@@ -96,11 +97,11 @@ class Engine:
         if tau is not None and not self.stock:
             self.llm.collective_rpc("ace_set", kwargs={"threshold": tau})
             self.llm.collective_rpc("ace_reset")
-        self.llm.collective_rpc("check_steps", args=(True,))
-        _, token = generate(self.llm, batch, prompt, tokens, seed, self.vocabulary)
-        replays = self.llm.collective_rpc("check_steps", args=(False,))[0]
+        (_, token), launched = on_device(
+            self.llm, lambda: generate(self.llm, batch, prompt, tokens, seed, self.vocabulary)
+        )
         realised = 0.0 if self.stock else ratios(self.llm)[phase_of(tokens)]
-        return [1e3 * token, realised, sum(replays) / (tokens - 1)]
+        return [1e3 * token, realised, sum(launched["replays"]) / (tokens - 1)]
 
 
 # ---- the check --------------------------------------------------------------------------------------------------

@@ -79,18 +79,6 @@ class PoisonWorker(AceWorker):
             facts["native"] = kernel_reason(experts[0], kernels[0], untried=True) or "by its source"
         return facts
 
-    def check_steps(self, on: bool) -> list[float]:
-        """Milliseconds of every replay of a captured graph since they were switched on."""
-        if not torch.cuda.is_available():
-            return []
-        if on:
-            self.replays: list[Any] = []
-            _watch_replays(self.replays)
-            return []
-        torch.cuda.synchronize()
-        torch.cuda.CUDAGraph.replay = torch.cuda.CUDAGraph.replay.stock  # type: ignore[attr-defined]
-        return [first.elapsed_time(last) for first, last in self.replays]
-
     def check_poison(self, tokens: list[int]) -> dict[str, Any]:
         """Every layer, with every second expert poisoned: what their slots are in the way of skipping, and if they are run."""
         runners = self._runners()
@@ -170,20 +158,6 @@ def tensors_of(experts: Any) -> list[tuple[str, Any]]:
         scales = (config.w1_precision.weight_scale, config.w2_precision.weight_scale)
         found += [(f"{at}.scale", getattr(scale, "storage", scale).data) for at, scale in enumerate(scales)]
     return found
-
-
-def _watch_replays(replays: list[Any]) -> None:
-    stock = torch.cuda.CUDAGraph.replay
-
-    def replay(graph: Any) -> None:
-        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        first.record()
-        stock(graph)
-        last.record()
-        replays.append((first, last))
-
-    replay.stock = stock  # type: ignore[attr-defined]
-    torch.cuda.CUDAGraph.replay = replay
 
 
 fill_dummies()  # workers import this module by the name of its class

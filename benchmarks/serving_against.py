@@ -4,7 +4,7 @@
 
 `OTHER` is the folder of the version to compare with (`git worktree add OTHER COMMIT`). The engines start together, each in a
 process of its own; thresholds are found once, with this version. A batch of 9 runs in the graph captured for 16: its padding
-must cost nothing. Weights, sizes and what is timed are those of serving.py.
+must cost nothing. Weights, sizes and what is timed are those of serving.py; `device_ms` leaves the host out.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 
 sys.path.append(str(Path(__file__).parent))  # behind the version's own
 
+from steps import on_device
 from versions import HERE, Version, serve
 
 ROUNDS = 7
@@ -39,14 +40,16 @@ class Engine:
         ace = {} if options.serve == "stock" else serving.engine_args(plan, 0.0, **given)
         self.llm = serving.start(serving.write_model(folder / "model", sizes), options, **ace)
 
-    def time(self, tau: float | None, batch: int, prompt: int, tokens: int, seed: int) -> tuple[float, float]:
-        """(milliseconds, realised ratio); `tau`: None for vLLM alone."""
+    def time(self, tau: float | None, batch: int, prompt: int, tokens: int, seed: int) -> list[float]:
+        """Milliseconds, the realised ratio, and milliseconds on the device alone; `tau`: None for vLLM alone."""
         if tau is not None:
             self.llm.collective_rpc("ace_set", kwargs={"threshold": tau})
             self.llm.collective_rpc("ace_reset")
-        wall, step = self.tools.generate(self.llm, batch, prompt, tokens, seed, self.vocabulary)
+        size = (batch, prompt, tokens, seed, self.vocabulary)
+        (wall, step), launched = on_device(self.llm, lambda: self.tools.generate(self.llm, *size))
         realised = 0.0 if tau is None else self.tools.ratios(self.llm)[self.tools.phase_of(tokens)]
-        return 1e3 * (wall if tokens == 1 else step), realised
+        alone = sum(launched["passes"]) if tokens == 1 else sum(launched["replays"]) / (tokens - 1)
+        return [1e3 * (wall if tokens == 1 else step), realised, alone]
 
 
 def settle(engine: Version, ratio: float, size: tuple[int, int, int]) -> float:
@@ -62,26 +65,28 @@ def measure(engines: dict[str, Version], size: tuple[int, int, int], ratio: floa
     tau = settle(engines["this"], ratio, size)
     ways: list[tuple[str, str, float | None]] = [("vLLM", "stock", None)]
     ways += [(f"{name} {r:.0%}", name, t) for name in ("this", "other") for r, t in ((0, 0.0), (ratio, tau))]
-    found: dict[str, list[tuple[float, float]]] = {way: [] for way, *_ in ways}
+    found: dict[str, list[list[float]]] = {way: [] for way, *_ in ways}
     for seed in range(ROUNDS + 1):  # the first warms up
         for way, name, threshold in ways:
-            found[way].append(tuple(engines[name].time(threshold, *size, seed)))
+            found[way].append(engines[name].time(threshold, *size, seed))
     row: dict[str, Any] = {"batch": size[0], "prompt": size[1], "tokens": size[2], "ratio": ratio, "threshold": tau}
-    row["ms"] = {way: statistics.median(ms for ms, _ in times[1:]) for way, times in found.items()}
-    row["all_ms"] = {way: [round(ms, 4) for ms, _ in times[1:]] for way, times in found.items()}
-    row["realised"] = {way: times[-1][1] for way, times in found.items()}
+    for at, what in enumerate(("ms", "realised", "device_ms")):
+        row[what] = {way: statistics.median(values[at] for values in times[1:]) for way, times in found.items()}
+    row["all_ms"] = {way: [round(values[0], 4) for values in times[1:]] for way, times in found.items()}
     return row
 
 
 def show(row: dict[str, Any], ratio: float) -> None:
-    ms, part = row["ms"], f"{ratio:.0%}"
-    print(
-        f"{row['batch']:>3} x {row['prompt']:<5} {row['tokens']:>3}  "
-        + "  ".join(f"{way} {value:.3f}" for way, value in ms.items())
-        + f"  this/other {ms['this 0%'] / ms['other 0%']:.3f} {ms[f'this {part}'] / ms[f'other {part}']:.3f}"
-        + f"  this/vLLM {ms['this 0%'] / ms['vLLM']:.3f} {ms[f'this {part}'] / ms['vLLM']:.3f}",
-        flush=True,
-    )
+    part = f"{ratio:.0%}"
+    for what in ("ms", "device_ms"):
+        ms = row[what] if all(row[what].values()) else dict.fromkeys(row[what], float("nan"))  # a CPU has no events
+        print(
+            f"{row['batch']:>3} x {row['prompt']:<5} {row['tokens']:>3} {what:>9}  "
+            + "  ".join(f"{way} {value:.3f}" for way, value in ms.items())
+            + f"  this/other {ms['this 0%'] / ms['other 0%']:.3f} {ms[f'this {part}'] / ms[f'other {part}']:.3f}"
+            + f"  this/vLLM {ms['this 0%'] / ms['vLLM']:.3f} {ms[f'this {part}'] / ms['vLLM']:.3f}",
+            flush=True,
+        )
 
 
 def launch(options: argparse.Namespace) -> dict[str, Version]:
