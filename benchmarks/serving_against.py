@@ -1,10 +1,11 @@
-"""vLLM alone and with two versions of this package, three engines timed in turn in one run.
+"""vLLM alone and with one or two versions of this package, engines timed in turn in one run.
 
     python benchmarks/serving_against.py OTHER --layers 24 --batches 1 4 9 16 64 --out serving_against_h200.json
+    python benchmarks/serving_against.py --layers 4 --offload 6 --batches 1 4 --ttft --out offload_vllm_h200.json
 
-`OTHER` is the folder of the version to compare with (`git worktree add OTHER COMMIT`). The engines start together, each in a
-process of its own; thresholds are found once, with this version. A batch of 9 runs in the graph captured for 16: its padding
-must cost nothing. Weights, sizes and what is timed are those of serving.py; `device_ms` leaves the host out.
+`OTHER` is the folder of the version to compare with (`git worktree add OTHER COMMIT`), or none. The engines start together,
+each in a process of its own; thresholds are found once, with this version. A batch of 9 runs in the graph captured for 16: its
+padding must cost nothing. Weights, sizes and what is timed are those of serving.py; `device_ms` leaves the host out.
 """
 
 from __future__ import annotations
@@ -64,7 +65,8 @@ def measure(engines: dict[str, Version], size: tuple[int, int, int], ratio: floa
     """Medians of each way at one size, the rounds interleaved."""
     tau = settle(engines["this"], ratio, size)
     ways: list[tuple[str, str, float | None]] = [("vLLM", "stock", None)]
-    ways += [(f"{name} {r:.0%}", name, t) for name in ("this", "other") for r, t in ((0, 0.0), (ratio, tau))]
+    own = [name for name in engines if name != "stock"]
+    ways += [(f"{name} {r:.0%}", name, t) for name in own for r, t in ((0, 0.0), (ratio, tau))]
     found: dict[str, list[list[float]]] = {way: [] for way, *_ in ways}
     for seed in range(ROUNDS + 1):  # the first warms up
         for way, name, threshold in ways:
@@ -83,15 +85,20 @@ def show(row: dict[str, Any], ratio: float) -> None:
         print(
             f"{row['batch']:>3} x {row['prompt']:<5} {row['tokens']:>3} {what:>9}  "
             + "  ".join(f"{way} {value:.3f}" for way, value in ms.items())
-            + f"  this/other {ms['this 0%'] / ms['other 0%']:.3f} {ms[f'this {part}'] / ms[f'other {part}']:.3f}"
-            + f"  this/vLLM {ms['this 0%'] / ms['vLLM']:.3f} {ms[f'this {part}'] / ms['vLLM']:.3f}",
+            + "".join(f"  this/{name} {ratios(ms, name, part)}" for name in ("other", "vLLM")),
             flush=True,
         )
 
 
+def ratios(ms: dict[str, float], name: str, part: str) -> str:
+    """Of this version to the other or to vLLM alone, unskipped and skipped."""
+    beside = {at: ms.get(f"{name} {at}", ms.get(name)) for at in ("0%", part)}
+    return " ".join(f"{ms[f'this {at}'] / value:.3f}" for at, value in beside.items() if value)
+
+
 def launch(options: argparse.Namespace) -> dict[str, Version]:
     """All at once: an engine takes minutes to start, most of it on one core."""
-    roots = {"this": HERE, "other": options.other.resolve(), "stock": HERE}
+    roots = {"stock": HERE, "this": HERE, **({"other": options.other.resolve()} if options.other else {})}
     flags = [flag for flag in sys.argv[1:] if flag != str(options.other)]
     engines = {}
     for name, root in roots.items():
@@ -122,6 +129,7 @@ def main() -> None:
     parser.add_argument("--eager", action="store_true")
     parser.add_argument("--memory", type=float, default=0.3)
     parser.add_argument("--cache", type=float, default=3.0)
+    parser.add_argument("--offload", type=float, default=0.0, help="GiB of experts that stay in host memory")
     parser.add_argument("--length", type=int, default=1280)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
