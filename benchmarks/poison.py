@@ -81,6 +81,9 @@ class PoisonWorker(AceWorker):
 
     def check_poison(self, tokens: list[int]) -> dict[str, Any]:
         """Every layer, with every second expert poisoned: what their slots are in the way of skipping, and if they are run."""
+        from vllm.v1.worker.workspace import unlock_workspace
+
+        unlock_workspace()  # a way that is not the engine's own needs more of it
         runners = self._runners()
         before = {(i, t): self._outputs(r, t) for i, r in enumerate(runners) for t in tokens}
         changed = sum(poison(runner.routed_experts) for runner in runners)

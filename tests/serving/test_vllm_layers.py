@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from ace_moe.integrations.vllm import layers
@@ -19,3 +21,20 @@ def test_a_draft_is_known_by_vllms_tag(tag: str, draft: bool) -> None:
     with set_model_tag(tag):
         assert layers._is_draft() is draft
     assert not layers._is_draft()
+
+
+@pytest.mark.vllm
+def test_routing_stays_outside_of_a_models_own_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """gpt-oss has a class of its own: said in the class it derives from, or vLLM takes a kernel that routes by itself."""
+    from vllm.model_executor.layers.fused_moe.config import RoutingMethodType
+    from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+    from vllm.model_executor.models.gpt_oss import GptOssRoutedExperts
+
+    layers.register_layers()
+    assert issubclass(GptOssRoutedExperts, RoutedExperts)
+    for skipping, method in ((None, "theirs"), (object(), RoutingMethodType.Custom)):
+        monkeypatch.setattr(layers, "_current", lambda skipping=skipping: skipping)
+        config = SimpleNamespace(routing_method="theirs")
+        with pytest.raises(TypeError):  # the rest of its arguments: what it is told comes first
+            GptOssRoutedExperts("model.layers.0.mlp.experts", None, config)
+        assert config.routing_method == method

@@ -114,6 +114,37 @@ def test_behind_a_step_is_padding() -> None:
     assert at(rows, 2) == [D, PADDING] and rows.buffer.data_ptr() == where  # graphs read this address
 
 
+def test_a_step_of_prompts_alone_is_known() -> None:
+    """Nothing can be restored in it, so no vote is held; captured and measured steps are not such."""
+    rows = Rows(64, "cpu")
+    assert rows.generating and Share(rows, 0).generating
+    rows.mark(step([6, 3], [0, 9], [6, 12]))
+    assert not rows.generating and not Share(rows, 1).generating
+    for told in (step([6, 1], [0, 9], [6, 4]), step([6], [0], [4]), step([3], [4], [5], [2])):
+        rows.mark(step([6], 0, 6))
+        rows.mark(told)
+        assert rows.generating
+    for other in (rows.clear, rows.profile):
+        rows.mark(step([6], 0, 6))
+        other()
+        assert rows.generating
+
+
+@pytest.mark.parametrize("kernels", [False, True])
+def test_a_prompt_is_decided_as_with_a_vote(kernels: bool) -> None:
+    if kernels:
+        pytest.importorskip("triton")
+    found = []
+    for generating in (False, True):
+        own = layer(step=step([300], 0, 300), kernels=kernels)
+        own.votes, own.experts, own.tokens.generating = True, 16, generating  # type: ignore[misc]
+        own.free[D:] = 1
+        found.append((*own.decide(*routing(300)), own.counts.clone()))
+    ids, gates, counts = zip(*found, strict=True)
+    assert torch.equal(*ids) and torch.equal(*counts) and (ids[0] < 0).any()
+    torch.testing.assert_close(*gates, rtol=3e-6, atol=1e-7)
+
+
 def test_a_rank_sees_its_share_of_a_step() -> None:
     """Sequence parallel: rank r of 2 has the tokens from r · T on, where the last rank's end is padding."""
     rows = Rows(16, "cpu")

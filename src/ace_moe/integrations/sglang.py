@@ -36,7 +36,7 @@ SKIPPED = -1
 class Padded:
     """Rows from the ids themselves: the hook does not see phases, and −1 is how SGLang marks padding."""
 
-    counting = True
+    counting = generating = True
 
     def __init__(self) -> None:
         self.ids: Tensor | None = None

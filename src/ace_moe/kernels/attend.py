@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 
 import torch
-import triton
 from torch import Tensor
 
 from .attend_kernel import attend as kernel
-from .launch import early_start
+from .launch import cdiv, early_start, power_of_two
 
 PAIRS = 4096  # sequences × key heads that one workspace serves
 MOST_SPLITS = 16
@@ -22,9 +21,9 @@ def workspace(device: torch.device) -> Tensor:
 
 def split(positions: int, pairs: int) -> tuple[int, int]:
     """(programs per key head, positions for each): about two programs for each of 132 multiprocessors."""
-    splits = max(1, min(MOST_SPLITS, triton.cdiv(264, pairs), triton.cdiv(positions, 64)))
-    step = triton.cdiv(triton.cdiv(positions, splits), 64) * 64
-    return triton.cdiv(positions, step), step
+    splits = max(1, min(MOST_SPLITS, cdiv(264, pairs), cdiv(positions, 64)))
+    step = cdiv(cdiv(positions, splits), 64) * 64
+    return cdiv(positions, step), step
 
 
 @torch.library.custom_op("ace_moe::attend", mutates_args=())  # `arrived` is zero before and after
@@ -39,8 +38,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, arrived: Tensor
     kernel[(pairs, splits)](
         q, k, v, q if mask is None else mask, parts, tops, totals, arrived, y, scale * math.log2(math.e), positions,
         heads, step, q.stride(0), q.stride(1), k.stride(0), k.stride(1), k.stride(2), v.stride(0), v.stride(1),
-        v.stride(2), 0 if mask is None else mask.stride(0), G=group, GP=max(16, triton.next_power_of_2(group)), D=width,
-        DP=max(16, triton.next_power_of_2(width)), BS=64, SPLITS=splits, MASKED=mask is not None, num_warps=4,
+        v.stride(2), 0 if mask is None else mask.stride(0), G=group, GP=max(16, power_of_two(group)), D=width,
+        DP=max(16, power_of_two(width)), BS=64, SPLITS=splits, MASKED=mask is not None, num_warps=4,
         num_stages=2, **early_start(q.device),
     )  # fmt: skip
     return y

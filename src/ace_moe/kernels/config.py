@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import triton
+
+from .launch import power_of_two
 
 
 class Tiles(NamedTuple):
@@ -32,7 +33,7 @@ def one_tiles(tokens: int, d: int, m: int, block: int = 0) -> Tiles:
     `block`: columns per FP8 factor; a tile of the up product holds whole blocks, one of the down product a single one.
     """
     deep, wide = (1024, 1024) if tokens == 1 else (512, 256)
-    deep, wide = min(deep, triton.next_power_of_2(d)), min(wide, triton.next_power_of_2(m))
+    deep, wide = min(deep, power_of_two(d)), min(wide, power_of_two(m))
     if block:
         deep, wide = max(block, deep), block
     return Tiles(2, 2, deep, 4, 1, 2, wide, 2, 2) if tokens == 1 else Tiles(4, 2, deep, 1, 1, 4, wide, 2, 2)

@@ -11,13 +11,11 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from ..rule import CONSTANT, FUSIONS, GAINS, NORMS, Form, Gain
 from . import restore_kernel, route_kernel, rule_kernel
-from .experts import power_of_two
-from .launch import early_start
+from .launch import cdiv, early_start, power_of_two
 
 
 class Rule(NamedTuple):
@@ -81,7 +79,7 @@ def launch_rule(
     small = min(8, power_of_two(tokens), max(1, 64 // padded))  # short programs in decode
     block = power_of_two(tokens) if vote == 1 else small if tokens <= 256 else max(1, 512 // padded)
     if tokens:
-        rule_kernel.decide[(triton.cdiv(tokens, block),)](
+        rule_kernel.decide[(cdiv(tokens, block),)](
             ids, gates, rows, tau, *_views(tables, tau), factor, counts, *votes, new_ids, new_gates, tokens, mark,
             K=k, KP=padded, BT=block, VOTE=vote, **constants(rule),
             num_warps=4 if tokens > 256 or vote == 1 else 1,
@@ -104,7 +102,7 @@ def launch_route(
     *votes, vote = _vote(voting, tau, power_of_two(tokens) * power_of_two(top_k))
     block = power_of_two(tokens) if vote == 1 else 1 if tokens <= 64 else 16
     if tokens:
-        route_kernel.route[(triton.cdiv(tokens, block),)](
+        route_kernel.route[(cdiv(tokens, block),)](
             logits, rows, tau, *_views(tables, tau), factor, counts, *votes, ids, gates, tokens, experts, logits.stride(0),
             mark, K=top_k, KP=power_of_two(top_k), EP=power_of_two(experts), BT=block, SIGMOID=sigmoid,
             NORMALISE=normalise, VOTE=vote, **constants(rule), **early_start(logits.device),
@@ -128,7 +126,7 @@ def _second(
     (tokens, k), new_ids, new_gates = ids.shape, torch.empty_like(ids), torch.empty_like(gates)
     sizes = {"K": k, "KP": power_of_two(k), "EP": power_of_two(experts), "BT": 16}
     free, reads = voting
-    grid, every, votes = (triton.cdiv(tokens, 16),), power_of_two(tokens), reads
+    grid, every, votes = (cdiv(tokens, 16),), power_of_two(tokens), reads
     if every * sizes["KP"] > ALONE:
         every, votes = 0, torch.zeros(2 * sizes["EP"] + 1, dtype=torch.int32, device=ids.device)
         restore_kernel.vote[grid](ids, rows, votes, tokens, **sizes)

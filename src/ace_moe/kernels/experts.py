@@ -10,13 +10,12 @@ from dataclasses import replace
 from functools import lru_cache
 
 import torch
-import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from . import many_kernel, one_kernel, sort_kernel
 from .config import Tiles, many_tiles, one_tiles
-from .launch import early_start, hopper
+from .launch import cdiv, early_start, hopper, power_of_two
 from .layout import Layout, Weights
 
 __all__ = ["ONE", "Layout", "Weights", "run"]
@@ -27,10 +26,6 @@ STAGED = 8  # slots per expert from which a layer in host memory is copied whole
 BULK: bool | None = None  # whether the copy engine fetches weights; None: where there is one
 # whether few tokens run side by side, so that an expert two of them need is read once; None: where there are two
 BESIDE: bool | None = None
-
-
-def power_of_two(n: int) -> int:
-    return max(1, triton.next_power_of_2(n))
 
 
 def run(
@@ -103,7 +98,7 @@ def _one(x: Tensor, ids: Tensor, gates: Tensor, weights: Weights, mean: Tensor |
     s_in, *in_factors = _factors(weights.s_in, x)
     s_out, *out_factors = _factors(weights.s_out, x)
     beside, near = int(tokens > 1 if BESIDE is None else BESIDE), weights.near is not None
-    up, down = (triton.cdiv(m, tiles.bn_up), tokens * k), (triton.cdiv(d, tiles.bn_down), tokens)
+    up, down = (cdiv(m, tiles.bn_up), tokens * k), (cdiv(d, tiles.bn_down), tokens)
     one_kernel.one_up[up[::-1] if beside else up](
         x, ids, *_near(weights, weights.w_in), s_in, b_in, h, experts, d, m, x.stride(0),
         *weights.strides(weights.w_in), *in_factors, b_in.stride(0), TOP_K=k, BESIDE=beside, NEAR=near, **early,
@@ -112,7 +107,7 @@ def _one(x: Tensor, ids: Tensor, gates: Tensor, weights: Weights, mean: Tensor |
     one_kernel.one_down[down[::-1] if beside else down](
         h, ids, gates, _or(mean, x), _or(add, x), *_near(weights, weights.w_out), s_out, b_out, y, experts, d, m,
         *weights.strides(weights.w_out), *out_factors,
-        TOP_K=k, KP=power_of_two(k), KC=min(tiles.bm, power_of_two(k)), KSTEPS=triton.cdiv(m, tiles.bk_down),
+        TOP_K=k, KP=power_of_two(k), KC=min(tiles.bm, power_of_two(k)), KSTEPS=cdiv(m, tiles.bk_down),
         AHEAD=tiles.stages_down, BESIDE=beside, NEAR=near, MEAN=mean is not None, ADD=add is not None, **early,
         **_down_options(weights, tiles, m),
     )  # fmt: skip
@@ -136,18 +131,18 @@ def _many(x: Tensor, ids: Tensor, gates: Tensor, weights: Weights, mean: Tensor 
     s_in, *in_factors = _factors(weights.s_in, x)
     s_out, *out_factors = _factors(weights.s_out, x)
     shared = {"BM": tiles.bm, "TAIL": tiles.tail, "NEAR": weights.near is not None, **early}
-    many_kernel.many_up[(triton.cdiv(m, tiles.bn_up), len(where[-1]))](
+    many_kernel.many_up[(cdiv(m, tiles.bn_up), len(where[-1]))](
         x, *where, *_near(weights, weights.w_in), x if desc_in is None else desc_in, s_in, b_in, h, d, m, x.stride(0),
         *weights.strides(weights.w_in), *in_factors, b_in.stride(0), TOP_K=k, BULK=desc_in is not None, **shared,
         **_up_options(weights, tiles, d),
     )  # fmt: skip
-    many_kernel.many_down[(triton.cdiv(d, tiles.bn_down), len(where[-1]))](
+    many_kernel.many_down[(cdiv(d, tiles.bn_down), len(where[-1]))](
         h, gates, *where, *_near(weights, weights.w_out), x if desc_out is None else desc_out, s_out, b_out, parts, d, m,
         *weights.strides(weights.w_out), *out_factors, BULK=desc_out is not None, **shared,
         **_down_options(weights, tiles, m),
     )  # fmt: skip
     width = min(1024, power_of_two(d))
-    many_kernel.many_sum[(tokens, triton.cdiv(d, width))](
+    many_kernel.many_sum[(tokens, cdiv(d, width))](
         parts, ids, gates, _or(mean, x), _or(add, x), y, experts, d, TOP_K=k, BN=width, MEAN=mean is not None,
         ADD=add is not None, num_warps=4, **early,
     )  # fmt: skip
@@ -173,8 +168,8 @@ def _fitting(tiles: Tiles, weights: Weights) -> Tiles:
 def _sorted(ids: Tensor, experts: int, bm: int) -> tuple[Tensor, ...]:
     """Kept slots in order of their expert; how many tiles of `bm` slots there are; each one's expert, start and length."""
     slots, padded = ids.numel(), power_of_two(experts)
-    tiles = min(slots, triton.cdiv(slots, bm) + experts)
-    sizes = [triton.cdiv(n, 4) * 4 for n in (experts, slots, 1, tiles, tiles, tiles)]  # aligned: one compiled kernel
+    tiles = min(slots, cdiv(slots, bm) + experts)
+    sizes = [cdiv(n, 4) * 4 for n in (experts, slots, 1, tiles, tiles, tiles)]  # aligned: one compiled kernel
     counts, *where = torch.empty(sum(sizes), dtype=torch.int32, device=ids.device).split(sizes)
     if slots <= SORTED:
         sort_kernel.sort[(1,)](
@@ -182,7 +177,7 @@ def _sorted(ids: Tensor, experts: int, bm: int) -> tuple[Tensor, ...]:
         )
         return tuple(where)
     ranks, block = torch.empty(slots, dtype=torch.int32, device=ids.device), 512
-    grid = (triton.cdiv(slots, block),)
+    grid = (cdiv(slots, block),)
     sort_kernel.rank[grid](ids, counts.zero_(), ranks, slots, experts, BLOCK=block)
     sort_kernel.place[grid](ids, counts, ranks, *where, slots, experts, EP=padded, BM=bm, BLOCK=block)
     return tuple(where)

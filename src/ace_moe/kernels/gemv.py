@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 import torch
-import triton
 from torch import Tensor
 
 from .gemv_kernel import gemv as kernel
-from .launch import early_start
+from .launch import cdiv, early_start, power_of_two
 
 MOST = 4  # matrices
 DEEPEST = 8192  # columns
@@ -21,9 +20,9 @@ PROGRAMS = 132  # worth having: one for each multiprocessor
 
 def tile(rows: int, columns: int) -> tuple[int, int, int]:
     """(rows, columns, number) of a program's tiles: all columns of as many rows as it can hold and the grid can spare."""
-    width = min(WIDE, triton.next_power_of_2(columns))
-    steps, height = triton.cdiv(columns, width), 1
-    while height * 2 * width * steps <= HELD and triton.cdiv(rows, height * 2) >= PROGRAMS:
+    width = min(WIDE, power_of_two(columns))
+    steps, height = cdiv(columns, width), 1
+    while height * 2 * width * steps <= HELD and cdiv(rows, height * 2) >= PROGRAMS:
         height *= 2
     return height, width, steps
 
@@ -46,7 +45,7 @@ def gemv(
     x, rows, columns = x.contiguous(), [w.shape[0] for w in weights], x.shape[1]
     y, normed = x.new_empty(1, sum(rows)), x.new_empty(1, columns) if keep else x.new_empty(0)
     height, width, steps = tile(sum(rows), columns)
-    *starts, grid = accumulate(triton.cdiv(n, height) for n in rows)
+    *starts, grid = accumulate(cdiv(n, height) for n in rows)
     matrices, unused = [w.contiguous() for w in weights], MOST - len(rows)
     kernel[(grid,)](
         x, x if scale is None else scale, x if add is None else add.contiguous(), *matrices, *[matrices[0]] * unused, y,

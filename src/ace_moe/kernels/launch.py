@@ -9,6 +9,16 @@ import triton
 import triton.language as tl
 
 
+def cdiv(a: int, b: int) -> int:
+    """Not Triton's, which is made for kernels and takes 4 µs: a prompt's layers wait for the host."""
+    return -(-a // b)
+
+
+def power_of_two(n: int) -> int:
+    """The smallest that is not below n."""
+    return 1 << max(0, n - 1).bit_length()
+
+
 @cache
 def hopper(device: torch.device) -> bool:
     """Whether kernels may start early and a copy engine fetches whole tiles."""

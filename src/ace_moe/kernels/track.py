@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from . import track_kernel
-from .experts import power_of_two
+from .launch import power_of_two
 
 
 @lru_cache(maxsize=8)

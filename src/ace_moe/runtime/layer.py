@@ -164,7 +164,7 @@ class Layer(nn.Module):
         return found
 
     def _voting(self) -> list[Tensor]:
-        if not self.votes:
+        if not self.votes or not self.tokens.generating:
             return []
         return [self.free, self.reads if self.tokens.counting else torch.zeros_like(self.reads)]
 
@@ -179,7 +179,7 @@ class Layer(nn.Module):
         for observer in self.observers:
             observer(routing, protected, decision)
         kept = decision.keep
-        if self.votes:
+        if self.votes and self.tokens.generating:
             decision = self._restored(routing, decision, rows)
         self._count(kept, decision.keep, rows)
         return decision

@@ -54,6 +54,11 @@ class Tokens(Protocol):
         """False while layers run again, as in a backward pass with checkpoints."""
         ...
 
+    @property
+    def generating(self) -> bool:
+        """False where no token of a pass can get slots back, because all are of prompts: the vote is left out then."""
+        ...
+
     def rows(self, tokens: int, device: torch.device) -> Tensor:
         """[T] int8."""
         ...
@@ -66,7 +71,7 @@ class Tokens(Protocol):
 class Same:
     """Every token the same row: the constant rows of a device are made once and grow as needed."""
 
-    counting = True
+    counting = generating = True
 
     def __init__(self, row: int):
         self.row = row

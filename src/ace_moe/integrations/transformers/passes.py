@@ -37,6 +37,8 @@ NOTHING = Telling()
 class Pass:
     """One stack's running pass. Two threads take turns: the second waits until the first one's pass has ended."""
 
+    generating = True  # experts a prompt reads are counted where they were asked for
+
     def __init__(self, runtime: Any, cached: bool):
         self.runtime, self.cached = runtime, cached  # whether the stack takes a cache: an encoder does not
         self.counting = True

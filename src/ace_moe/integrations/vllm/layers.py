@@ -8,7 +8,7 @@ without an `ace` configuration takes its original class back before anything els
 from __future__ import annotations
 
 import importlib
-from functools import cache
+from functools import cache, wraps
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -40,8 +40,7 @@ def register_layers() -> None:
             continue
         if name not in op_registry_oot:
             PluggableLayer.register_oot(name=name)(_runner(stock))
-    if "RoutedExperts" not in op_registry_oot:
-        PluggableLayer.register_oot(name="RoutedExperts")(_experts(RoutedExperts))
+    _route_outside(RoutedExperts)
 
 
 # ---- classes ----------------------------------------------------------------------------------------------------
@@ -59,18 +58,24 @@ def _runner(stock: type) -> type:
     return type(f"Ace{stock.__name__}", (stock,), {"__init__": __init__, "__module__": __name__})
 
 
-def _experts(stock: type) -> type:
-    """Says, before vLLM chooses a kernel, that routing stays outside it: kernels that route by themselves step aside."""
+def _route_outside(experts: type) -> None:
+    """Says, before vLLM chooses a kernel, that routing stays outside it: kernels that route by themselves step aside.
 
+    In the class all experts derive from: models bring subclasses of their own (gpt-oss, dbrx), and vLLM replaces by name.
+    """
+    begin = experts.__init__  # type: ignore[misc]
+    if hasattr(begin, "__wrapped__"):
+        return
+
+    @wraps(begin)
     def __init__(self: Any, layer_name: str, params_dtype: Any, moe_config: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
-        self.__class__ = stock
         if _current() is not None:
             from vllm.model_executor.layers.fused_moe.config import RoutingMethodType
 
             moe_config.routing_method = RoutingMethodType.Custom
-        stock.__init__(self, layer_name, params_dtype, moe_config, *args, **kwargs)  # type: ignore[misc]
+        begin(self, layer_name, params_dtype, moe_config, *args, **kwargs)
 
-    return type(f"Ace{stock.__name__}", (stock,), {"__init__": __init__, "__module__": __name__})
+    experts.__init__ = __init__  # type: ignore[misc]
 
 
 def _current() -> Skipping | None:

@@ -68,13 +68,14 @@ class Rows:
     def __init__(self, most_tokens: int, device: torch.device | str):
         with torch.inference_mode(False):
             self.buffer = torch.full((most_tokens + HEADROOM,), PADDING, dtype=torch.int8, device=device)
-        self.counting = True
+        self.counting = self.generating = True
         self._written: bytes | None = None  # what the buffer shows; None: all padding
         self._tokens = 0  # how many of its entries are not padding
 
     def mark(self, step: Step) -> None:
         """About 15 µs on the host for 256 requests; the buffer is written only where a step is not like the one before."""
         pieces, budgets = pieces_of(step), step.budgets
+        self.generating = bool(pieces[:, 1:].any())
         if step.starts is not None:
             return self._mark_by(step.starts, step.tokens, pieces, budgets)
         key = pieces.tobytes() if budgets is None else pieces.tobytes() + budgets.tobytes()
@@ -105,12 +106,14 @@ class Rows:
 
     def clear(self) -> None:
         """All padding: a pass without requests (capture, a rank that keeps others company)."""
+        self.generating = True
         if self._written is not None:
             self.buffer.fill_(PADDING)
             self._written, self._tokens = None, 0
 
     def profile(self) -> None:
         """All prompt: a pass that measures memory or warms kernels up must run experts."""
+        self.generating = True
         self.buffer.fill_(PREFILL)
         self._written, self._tokens = b"", len(self.buffer)
 
@@ -136,6 +139,10 @@ class Share:
     @property
     def counting(self) -> bool:
         return self.all.counting
+
+    @property
+    def generating(self) -> bool:
+        return self.all.generating
 
     def rows(self, tokens: int, device: torch.device) -> Tensor:
         return self.all.rows(tokens, device, self.rank * tokens)
