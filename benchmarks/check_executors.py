@@ -41,6 +41,11 @@ MODELS: dict[str, tuple[str, str, dict[str, Any], int, dict[str, Any] | None, tu
     "gemma-4": ("Gemma4TextConfig", "Gemma4ForCausalLM", GEMMA4_26B, 18, None, ("auto",)),
     "qwen3.6": ("Qwen3_5MoeTextConfig", "Qwen3_5MoeForCausalLM", QWEN36_35B, 20, None, ("auto",)),
 }
+# what vLLM is told, so that it needs neither FlashInfer nor CUTLASS for attention
+ENGINE: dict[str, dict[str, Any]] = {
+    "gemma-4": {"attention_backend": "TRITON_ATTN"},
+    "qwen3.6": {"additional_config": {"gdn_prefill_backend": "triton"}},
+}
 WAYS: dict[str, dict[str, Any]] = {
     "auto": {}, "native": {"executor": "native"}, "kernels": {"kernels": True},
     "stock routing": {"executor": "native", "routing": "vllm"},
@@ -84,7 +89,9 @@ class Engine:
         self.vocabulary, self.stock = int(sizes["vocab_size"]), way == "vLLM"
         given = {"allow_other_weights": True, "restore": False, "policy": "share", **WAYS.get(way, {})}
         ace = {} if self.stock else engine_args(write_plan(folder / "plan.safetensors", sizes), 0.0, **given)
-        self.llm = start(folder, options, worker="poison.PoisonWorker", **ace)
+        own = dict(ENGINE.get(model, {}))
+        more = {**own.pop("additional_config", {}), **ace.pop("additional_config", {})}
+        self.llm = start(folder, options, worker="poison.PoisonWorker", **ace, **own, additional_config=more)
 
     def facts(self) -> Any:
         return self.llm.collective_rpc("check_facts")[0]

@@ -73,6 +73,10 @@ def experts(kernel: str, prepare: str = "MoEPrepareAndFinalizeNoDPEPModular", de
     return SimpleNamespace(quant_method=method, moe_config=config, layer_name="model.layers.0.mlp.experts", **given)
 
 
+def runner(module: Any, gathered: bool = False) -> Any:
+    return SimpleNamespace(routed_experts=module, do_naive_dispatch_combine=gathered, layer_name=module.layer_name)
+
+
 def reply(rank: int, split: bool = False, data: int = 0) -> dict[str, Any]:
     """A worker's answer: rows are padding, prefill, decode, verify."""
     counts = {"2": [[0] * 3, [80, 40, 0], [16, 4, 0], [0] * 3], "10": [[0] * 3, [80, 80, 0], [16, 16, 0], [0] * 3]}

@@ -60,13 +60,15 @@ class Mode(NamedTuple):
 COUNTS = Mode("sees numbers of tokens, not ids")
 PERMUTED = "sorts ids, and its sum stops at the last expert's rows"
 BIT_MATRIX = Mode("its bit matrix has no bit for −1, and its sum passes over it", distinct=True, unless=_other_release)
+RUN = "run on an H200 with poisoned experts"
 TABLE: dict[str, Mode] = {
     "TritonExperts": Mode("run on an H200, and in Triton's interpreter with poisoned rows", tried=True, aware=True),
+    "TritonExperts, blocks": Mode(RUN, tried=True, aware=True),
     "TritonExperts, quantised": Mode("its alignment drops −1", aware=True, unless=_whole_tensor),
-    "MarlinExperts": Mode("its alignment drops −1", aware=True),
+    "MarlinExperts": Mode(RUN, tried=True, aware=True),
     "HummingIndexedExperts": Mode("its alignment drops −1 and its sum passes over it"),
     "HummingGroupedExperts": Mode(PERMUTED, past=True),
-    "OAITritonExperts": BIT_MATRIX,
+    "OAITritonExperts": BIT_MATRIX._replace(evidence=RUN, tried=True),
     "UnfusedOAITritonExperts": BIT_MATRIX,
     "DeepGemmExperts": Mode("counts, scatters and gathers test for −1"),
     "DeepGemmFP4Experts": Mode("counts, scatters and gathers test for −1"),
@@ -101,8 +103,9 @@ def parts_of(kernel: Any) -> tuple[Any, ...]:
 
 def mode_of(kernel: Any) -> Mode | None:
     name = type(kernel).__name__
-    quantised = name == "TritonExperts" and kernel.quant_dtype is not None
-    return TABLE.get(f"{name}, quantised" if quantised else name)
+    if name == "TritonExperts" and kernel.quant_dtype is not None:
+        name += ", quantised" if kernel.block_shape is None else ", blocks"
+    return TABLE.get(name)
 
 
 def dispatch_reason(prepare: Any) -> str:

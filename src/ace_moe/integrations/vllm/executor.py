@@ -126,6 +126,7 @@ class Experts:
             raise IntegrationError(
                 f'Our kernels cannot run {self.experts.layer_name}: {found}. Leave out `kernels`, or set it to "auto".'
             )
+        tokens = found.fastest if auto else tokens
         if tokens == EVERY:
             return Chosen(found)
         return Chosen(UpTo(found, tokens, theirs.executor), theirs.refused)

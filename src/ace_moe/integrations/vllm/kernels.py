@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ...kernels.activation import GELU_TANH, SILU, Activation
 from .backends import PLAIN, prepare_of
+from .settings import EVERY
 
 ACTIVATIONS = {"silu": Activation(SILU), "gelu_tanh": Activation(GELU_TANH)}
 
@@ -19,11 +20,12 @@ class Kernels:
     name = "kernels"
 
     def __init__(self, experts: Any, kernel: Any):
-        from ...kernels.experts import Layout
+        from ...kernels.experts import ONE, Layout
 
         self.experts, self.kernel = experts, kernel  # weights are read at each call: vLLM may replace the parameters
         block = None if kernel.block_shape is None else (int(kernel.block_shape[0]), int(kernel.block_shape[1]))
         self.layout = Layout(True, False, False, ACTIVATIONS[activation_of(experts)], block)
+        self.fastest = EVERY if block is None else ONE  # tokens of a step up to which they were found to be
 
     @classmethod
     def of(cls, experts: Any, kernel: Any, measured: bool = False) -> Kernels | str:
@@ -35,8 +37,6 @@ class Kernels:
         reason = unfit(experts, kernel)
         if not reason and measured and not hopper(experts.w2_weight.device):
             return "they were not measured on this GPU"
-        if not reason and measured and kernel.block_shape is not None:
-            return "they were not measured against vLLM's own on FP8"
         return reason or cls(experts, kernel)
 
     def __call__(self, run: Any, x: Tensor, gates: Tensor, ids: Tensor, **shared: Any) -> Tensor:
