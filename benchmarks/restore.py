@@ -30,7 +30,7 @@ from ace_moe.provenance import provenance
 WAYS: dict[str, dict[str, Any]] = {
     "plain": {}, "restored": {"restore": True}, "tracked": {"control": "track"}
 }  # fmt: skip
-ROUNDS, PROMPT = 7, 256
+ROUNDS, PROMPT = 5, 256
 
 
 class Way:
@@ -41,7 +41,7 @@ class Way:
         with self.ace(model):
             self.steps = Steps(model, random_tokens(model)(batch, PROMPT + STEPS))
 
-    def time(self, tau: float, skip: float, repeats: int = 3) -> float:
+    def time(self, tau: float, skip: float, repeats: int = 1) -> float:
         """Milliseconds; a way that tracks starts from the same threshold and keeps the ratio."""
         targets = torch.full((3,), skip) if self.ace.control == "track" and skip else None
         self.ace.runtime.set(torch.full((3,), tau), targets=targets)
@@ -58,9 +58,9 @@ class Way:
 
 def settle(way: Way, skip: float) -> float:
     low, high = 0.0, 1.0
-    for _ in range(14 if skip else 0):
+    for _ in range(10 if skip else 0):
         middle = (low + high) / 2
-        way.time(middle, 0.0, 1)
+        way.time(middle, 0.0)
         low, high = (middle, high) if way.ace.report()["decode"]["skipped"] < skip else (low, middle)
     return high if skip else 0.0
 

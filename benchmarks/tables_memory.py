@@ -34,6 +34,12 @@ print(json.dumps({"peak_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss 
 """
 
 
+def drawn(*shape: int) -> torch.Tensor:
+    """Random weights, made on a GPU where there is one: the CPU takes minutes."""
+    where = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.empty(shape, dtype=torch.bfloat16, device=where).normal_(0, 0.02).cpu()
+
+
 def write_checkpoint(folder: Path, layers: int, fp8: bool = False) -> None:
     """Per-expert tensors, one shard per layer, as published checkpoints have them; FP8 with a factor for 128 × 128."""
     config = Qwen3MoeConfig(
@@ -50,12 +56,12 @@ def write_checkpoint(folder: Path, layers: int, fp8: bool = False) -> None:
         tensors, prefix = {}, f"model.layers.{layer}"
         for expert in range(EXPERTS):
             for name, shape in (("gate", (MIDDLE, HIDDEN)), ("up", (MIDDLE, HIDDEN)), ("down", (HIDDEN, MIDDLE))):
-                weight, at = torch.empty(shape, dtype=torch.bfloat16).normal_(0, 0.02), f"{prefix}.mlp.experts.{expert}"
+                weight, at = drawn(*shape), f"{prefix}.mlp.experts.{expert}"
                 tensors[f"{at}.{name}_proj.weight"] = (weight * 2048).to(torch.float8_e4m3fn) if fp8 else weight
                 if fp8:
                     factors = torch.full((shape[0] // BLOCK, shape[1] // BLOCK), 1 / 2048)
                     tensors[f"{at}.{name}_proj.weight_scale_inv"] = factors
-        tensors[f"{prefix}.mlp.gate.weight"] = torch.empty(EXPERTS, HIDDEN, dtype=torch.bfloat16).normal_(0, 0.02)
+        tensors[f"{prefix}.mlp.gate.weight"] = drawn(EXPERTS, HIDDEN)
         tensors[f"{prefix}.post_attention_layernorm.weight"] = torch.ones(HIDDEN, dtype=torch.bfloat16)
         shard = f"model-{layer + 1:05d}-of-{layers:05d}.safetensors"
         save_file(tensors, folder / shard)

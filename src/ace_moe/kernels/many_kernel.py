@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from .launch import take_turn
-from .products_kernel import add_row, dot_down, dot_up, first_of, stand_in
+from .products_kernel import add_row, dot_down, dot_up, first_of, stand_ins
 
 
 @triton.jit
@@ -125,15 +125,13 @@ def many_sum(
 
     MEAN: a slot coded −2 − e adds gate · mean[e]. ADD: plus `add` [T, d].
     """
-    take_turn(EARLY)
     token = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * BN + tl.arange(0, BN)
-    total = tl.zeros((BN,), tl.float32)
+    total = stand_ins(ids + token * TOP_K, gates + token * TOP_K, mean, n, d, TOP_K, MEAN)
+    take_turn(EARLY)
     for slot in range(TOP_K):
         e = tl.load(ids + token * TOP_K + slot)
         width = tl.where((e >= 0) & (e < E), d, 0)  # nothing was written for a skipped slot
         total += tl.load(parts + (token * TOP_K + slot) * d + n, mask=n < width, other=0.0).to(tl.float32)
-        if MEAN:
-            total += stand_in(e, gates + token * TOP_K + slot, mean, n, d)
     total = add_row(total.to(y.dtype.element_ty), add + token * d + n, n < d, ADD)
     tl.store(y + token * d + n, total, mask=n < d)

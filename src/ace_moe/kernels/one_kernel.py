@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from .launch import take_turn
-from .products_kernel import add_row, finish_up, first_of, stand_in
+from .products_kernel import add_row, finish_up, first_of, stand_ins
 
 
 @triton.jit
@@ -134,9 +134,9 @@ def one_down(
         tiles += (
             _fetch(q, e, order, total, n, w, near, near_w, d, m, w_expert, w_row, w_col, KC, KSTEPS, BK, EVEN, NEAR),
         )
+    out = stand_ins(ids + t * TOP_K, gates, mean, n, d, TOP_K, MEAN)
     if EARLY:
         tl.extra.cuda.gdc_wait()
-    out = tl.zeros((BN,), tl.float32)
     for q in tl.static_range(AHEAD):
         out += _weigh(
             tiles[q], q, e, order, total, n, h, gates, s, b, d, m, s_expert, s_row, s_col, KC, KSTEPS, BK, BIAS, QN, QK
@@ -146,8 +146,5 @@ def one_down(
         out += _weigh(
             tile, q, e, order, total, n, h, gates, s, b, d, m, s_expert, s_row, s_col, KC, KSTEPS, BK, BIAS, QN, QK
         )
-    if MEAN:
-        for slot in tl.static_range(TOP_K):
-            out += stand_in(tl.load(ids + t * TOP_K + slot), gates + slot, mean, n, d)
     out = add_row(out.to(y.dtype.element_ty), add + t * d + n, n < d, ADD)
     tl.store(y + t * d + n, out, mask=n < d)
