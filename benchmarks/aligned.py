@@ -14,6 +14,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pages
+from pages import DOCS, RESULTS, Row, percent
+
 from ace_moe import ACE, build_plan
 from ace_moe.evaluate.compare import MEASURES
 from ace_moe.fidelity import Reference
@@ -26,9 +29,7 @@ from ace_moe.provenance import provenance
 from ace_moe.scoring import predict, score
 from ace_moe.statistics import relative_change, token_interval
 
-ROOT = Path(__file__).parent.parent
-STORED, PAGE = ROOT / "benchmarks" / "results" / "aligned.json", ROOT / "docs" / "tuning.md"
-BEGIN, END = "<!-- aligned: from the stored results -->\n", "<!-- aligned: end -->\n"
+STORED, PAGE = RESULTS / "aligned.json", DOCS / "tuning.md"
 WAYS: dict[str, dict[str, Any]] = {
     "ace, kept": {"policy": "ace", "gain": "kept"},
     "ace, kept, aligned": {"policy": "ace", "gain": "kept", "compensate": "aligned"},
@@ -38,7 +39,13 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 PAIRS = {"ace, kept, aligned": "ace, kept", "share, power, aligned": "share, power"}
 ORDER = ("lab-moe", "lab-olmoe", "lab-glm", "demo-moe")
-Row = dict[str, Any]
+TABLE = """KL on {windows} × {window:,} tokens of {text}; τ and statistics from {map}; \
+skipped slots are not run. Last columns: KL with `aligned` over KL without, by window, with 95 % intervals.
+
+{table}
+At 50 % it is 5 % or more below the mean of skipped experts on {clear} of {models} models \
+({named}). Kernels and servers would have to run it if that were three of four.
+"""
 
 
 def executed(model: Any, plan: Plan, policy: TokenPolicy, budget: float, subject: Row) -> Row:
@@ -81,32 +88,23 @@ def cell(rows: list[Row], model: str, way: str, budget: float) -> Row:
 
 
 def table(stored: Row) -> str:
-    rows = stored["rows"]
+    rows, lines = stored["rows"], []
     models = [m for m in ORDER if any(r["model"] == m for r in rows)]
-    lines = [f"| model, budget | {' | '.join(WAYS)} | over `kept` | over `power` |", "|---" * (len(WAYS) + 3) + "|"]
-    for model in models:
-        for budget in stored["budgets"]:
-            kls = [f"{cell(rows, model, way, budget)['kl']:.4f}" for way in WAYS]
-            pairs = [[cell(rows, model, w, budget)["by_window"] for w in pair] for pair in PAIRS.items()]
-            changes = [relative_change(*pair) for pair in pairs]
-            said = [f"{1 + c.value:.2f}× ({1 + c.low:.2f}–{1 + c.high:.2f})" for c in changes]
-            lines.append(f"| {model}, {100 * budget:.0f} % | {' | '.join([*kls, *said])} |")
-    head = (
-        f"KL on {stored['windows']} × {stored['window']:,} tokens of {stored['text']}; τ and statistics from {stored['map']}; "
-        "skipped slots are not run. Last columns: KL with `aligned` over KL without, by window, with 95 % intervals.\n\n"
-    )
+    for model, budget in ((m, b) for m in models for b in stored["budgets"]):
+        kls = [f"{cell(rows, model, way, budget)['kl']:.4f}" for way in WAYS]
+        pairs = [[cell(rows, model, w, budget)["by_window"] for w in pair] for pair in PAIRS.items()]
+        changes = [relative_change(*pair) for pair in pairs]
+        said = [f"{1 + c.value:.2f}× ({1 + c.low:.2f}–{1 + c.high:.2f})" for c in changes]
+        lines.append([f"{model}, {percent(budget)}", *kls, *said])
+    made = pages.table(["model, budget", *WAYS, "over `kept`", "over `power`"], lines)
     kls = {m: [cell(rows, m, f"share, power, {way}", 0.5)["kl"] for way in ("aligned", "mean")] for m in models}
     clear = [m for m, (mine, mean) in kls.items() if mine <= 0.95 * mean]
-    tail = (
-        f"At 50 % it is 5 % or more below the mean of skipped experts on {len(clear)} of {len(models)} models "
-        f"({', '.join(clear) or '–'}). Kernels and servers would have to run it if that were three of four.\n"
-    )
-    return head + "\n".join(lines) + "\n\n" + tail
+    counted = {"clear": len(clear), "models": len(models), "named": ", ".join(clear) or "–"}
+    return TABLE.format(**stored, table=made, **counted)
 
 
-def page(text: str) -> str:
-    head, _, rest = text.partition(BEGIN)
-    return head + BEGIN + table(json.loads(STORED.read_text(encoding="utf-8"))) + END + rest.partition(END)[2]
+def page() -> str:
+    return pages.written(PAGE, aligned=table(pages.load(STORED.name)))
 
 
 def main() -> None:
@@ -123,7 +121,7 @@ def main() -> None:
     parser.add_argument("-o", "--out", type=Path, default=STORED)
     options = parser.parse_args()
     if options.page:
-        PAGE.write_text(page(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+        PAGE.write_text(page(), encoding="utf-8")
     for path in options.models:
         record = provenance(options.device, {p.name: file_hash(p) for p in (options.map, options.text)})
         sizes = {"budgets": options.budgets, "window": options.window, "windows": options.tokens // options.window}

@@ -1,62 +1,36 @@
-"""docs/size.md and its picture from the stored ladder: what skipping costs against size and against training.
+"""The figures of docs/size.md and its picture from the stored ladder: what skipping costs against size and against training.
 
 python benchmarks/ladder_page.py
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Callable
-from pathlib import Path
-from textwrap import fill
+from functools import partial
+from statistics import mean
 from typing import Any
 
-ROOT = Path(__file__).parent.parent
-RESULT, PAGE, PICTURE = (
-    ROOT / name for name in ("benchmarks/results/ladder_h200.json", "docs/size.md", "docs/size.png")
-)
-LONGER = ROOT / "benchmarks" / "results" / "compare_lab_moe.json"
+import pages
+from pages import DOCS, RESULTS, Row, percent, wrapped, written
+
+RESULT, PAGE, PICTURE = RESULTS / "ladder_h200.json", DOCS / "size.md", DOCS / "size.png"
 BUDGETS = (0.3, 0.5, 0.6)
 COLOURS = ("#c0392b", "#d68910", "#27ae60", "#1f6f8b")
 CLEAR = 0.1  # a change of KL by less is not called one
-Row = dict[str, Any]
+table = partial(pages.table, rule=" --- ")
 
-HEAD = """# Does skipping get cheaper with size, or with training?
-
-{answer}
-
-![KL against size, and against training tokens](size.png)
-
+SIZES = """\
 One family (Qwen3-MoE, 32 experts, top-8, normalised gates) in {count} sizes that differ in width and depth alone, trained from
 scratch with one recipe on the same text in the same order, {tokens:.1f} M tokens each, then judged on {windows} windows of
 {window} tokens that none was trained on. `auto` is the default without a tuned plan (gate share, gain `power`), `paper` the
 paper's rule. Budgets are corrected to what is realised. KL is in nats a token against the same model with nothing skipped; where
 a size was trained from {seeds} seeds, the mean stands with the least and the most.
 
-"""
-TAIL = """
-## On the way
-
-KL of `auto` at 50 % by tokens read, and in brackets the perplexity of the unskipped model. A model that has learnt little has
-little to lose: read a column together with its perplexity.
-
-{way}
-## What it does not show
-
-Size and training cannot be told apart here. Equal tokens are fewer for each parameter of a larger model, and training raises KL:
-part of the fall with size may be training that the larger ones have not had. lab-moe, of the same family with 64 experts and 86 M
-parameters, was trained for far longer and has a KL of {longer:.4f} at 50 % on WikiText-2 ([results](results.md)), far above the
-largest here. Of models of 30 billion parameters this says nothing: measure yours with `ace compare`.
-
-{where} Made by
-
-    {command}
-"""
+{table}"""
 
 
 def load() -> Row:
-    return json.loads(RESULT.read_text(encoding="utf-8"))
+    return pages.load(RESULT.name)
 
 
 # ---- numbers ----------------------------------------------------------------------------------------------------------
@@ -77,10 +51,6 @@ def kl(row: Row, policy: str, budget: float) -> float:
 
 def risen_by(row: Row, policy: str, budget: float) -> float:
     return cell(row, policy, budget)["perplexity_change"]["value"]
-
-
-def mean(values: list[float]) -> float:
-    return sum(values) / len(values)
 
 
 def spread(values: list[float], form: str) -> str:
@@ -106,7 +76,7 @@ def grown_by_training(result: Row, size: str) -> float:
 
 def longer() -> float:
     """The same of lab-moe."""
-    cells = json.loads(LONGER.read_text(encoding="utf-8"))["cells"]
+    cells = pages.load("compare_lab_moe.json")["cells"]
     return next(c["kl"]["value"] for c in cells if (c["method"], c["gain"], c["budget"]) == ("share", "power", 0.5))
 
 
@@ -119,6 +89,10 @@ def change(factor: float) -> str:
     return f"falls to {factor:.2f} of what it was" if factor < 1 else f"rises to {factor:.2f} times what it was"
 
 
+def millions(result: Row, size: str) -> str:
+    return f"{result['sizes'][size]['parameters'] / 1e6:.1f} M"
+
+
 def answer(result: Row) -> str:
     """Both questions, as the numbers have it."""
     small, large = sized(result)[0], sized(result)[-1]
@@ -126,77 +100,60 @@ def answer(result: Row) -> str:
         mean([kl(r, "auto", b) for r in ends(result, large)]) / mean([kl(r, "auto", b) for r in ends(result, small)])
         for b in BUDGETS
     ]
-    grown = ", ".join(f"at {b:.0%} {change(f)}" for f, b in zip(factors, BUDGETS, strict=True)).replace("%", " %")
+    grown = ", ".join(f"at {percent(b)} {change(f)}" for f, b in zip(factors, BUDGETS, strict=True))
     first, *_, last = by_training(result, large)
-    trained = change(kl(last, "auto", 0.5) / kl(first, "auto", 0.5))
+    trained = change(grown_by_training(result, large))
     risen = sum(grown_by_training(result, s) > 1 + CLEAR for s in sized(result))
-    sizes = [f"{result['sizes'][s]['parameters'] / 1e6:.1f} M" for s in (small, large)]
+    sizes = [millions(result, s) for s in (small, large)]
     verdict = "Cheaper" if max(factors) < 1 - CLEAR else "Dearer" if min(factors) > 1 + CLEAR else "Not clearly cheaper"
-    return fill(
+    return wrapped(
         f"**{verdict} with size, on this ladder.** From {sizes[0]} to {sizes[1]} parameters, KL {grown}. With training: from "
         f"{first['tokens'] / 1e6:.0f} to {last['tokens'] / 1e6:.1f} M tokens KL at 50 % rises on {risen} of "
         f"{len(sized(result))} sizes; that of the largest {trained}, while its perplexity falls from "
-        f"{first['perplexity']['value']:.0f} to {last['perplexity']['value']:.0f}.",
-        width=125,
+        f"{first['perplexity']['value']:.0f} to {last['perplexity']['value']:.0f}."
     )
 
 
-def line(cells: list[str]) -> str:
-    return f"| {' | '.join(cells)} |\n"
-
-
 def sizes_table(result: Row) -> str:
-    budgets = " / ".join(f"{b:.0%}" for b in BUDGETS).replace("%", " %")
-    head = ["parameters", "width × layers", "perplexity", f"KL `auto`, {budgets}", f"rise of perplexity, {budgets}"]
-    made = line([*head, "same top token, 50 %", f"KL `paper`, {budgets}"]) + line(["---"] * 7)
+    budgets, lines = " / ".join(map(percent, BUDGETS)), []
     for size in sized(result):
         rows, facts = ends(result, size), result["sizes"][size]
         kls = {p: " / ".join(spread([kl(r, p, b) for r in rows], "{:.4f}") for b in BUDGETS) for p in ("auto", "paper")}
         changes = " / ".join(spread([100 * risen_by(r, "auto", b) for r in rows], "{:+.1f}") for b in BUDGETS)
         same = spread([100 * cell(r, "auto", 0.5)["agreement"]["value"] for r in rows], "{:.1f}")
-        facts_of = [f"{facts['parameters'] / 1e6:.1f} M", f"{facts['width']} × {facts['layers']}"]
         perplexity = spread([r["perplexity"]["value"] for r in rows], "{:.1f}")
-        made += line([*facts_of, perplexity, kls["auto"], f"{changes} %", f"{same} %", kls["paper"]])
-    return made
+        built = [millions(result, size), f"{facts['width']} × {facts['layers']}", perplexity]
+        lines.append([*built, kls["auto"], f"{changes} %", f"{same} %", kls["paper"]])
+    columns = ["parameters", "width × layers", "perplexity", f"KL `auto`, {budgets}", f"rise of perplexity, {budgets}"]
+    return table([*columns, "same top token, 50 %", f"KL `paper`, {budgets}"], lines)
 
 
 def way_table(result: Row) -> str:
-    steps = sorted({r["tokens"] for s in sized(result) for r in by_training(result, s)})
-    made = line(["parameters", *(f"{t / 1e6:.1f} M" for t in steps)]) + line(["---"] * (len(steps) + 1))
+    steps, lines = sorted({r["tokens"] for s in sized(result) for r in by_training(result, s)}), []
     for size in sized(result):
-        at = {r["tokens"]: r for r in by_training(result, size)}
-        cells = [
-            f"{kl(at[t], 'auto', 0.5):.4f} ({at[t]['perplexity']['value']:.0f})" if t in at else "–" for t in steps
-        ]
-        made += line([f"{result['sizes'][size]['parameters'] / 1e6:.1f} M", *cells])
-    return made
+        at = {
+            r["tokens"]: f"{kl(r, 'auto', 0.5):.4f} ({r['perplexity']['value']:.0f})" for r in by_training(result, size)
+        }
+        lines.append([millions(result, size), *(at.get(t, "–") for t in steps)])
+    return table(["parameters", *(f"{t / 1e6:.1f} M" for t in steps)], lines)
 
 
 def page() -> str:
     result = load()
     made, seeds = result["provenance"], max(len(ends(result, s)) for s in sized(result))
     where = f"{made['device']}, torch {made['libraries']['torch']}, transformers {made['libraries']['transformers']}."
-    head = HEAD.format(
-        answer=answer(result),
-        count=len(sized(result)),
-        tokens=max(r["tokens"] for r in result["rows"]) / 1e6,
-        seeds=seeds,
-        windows=result["judged_windows"],
-        window=result["window"],
-    )
-    return (
-        head
-        + sizes_table(result)
-        + TAIL.format(way=way_table(result), longer=longer(), where=where, command=made["command"])
-    )
+    counted = {"count": len(sized(result)), "seeds": seeds, "tokens": max(r["tokens"] for r in result["rows"]) / 1e6}
+    judged = {"windows": result["judged_windows"], "window": result["window"]}
+    parts = {"answer": f"{answer(result)}\n", "way": way_table(result), "longer": f"{longer():.4f}"}
+    sizes = SIZES.format(**counted, **judged, table=sizes_table(result))
+    return written(PAGE, **parts, sizes=sizes, made=f"{where} Made by\n\n    {made['command']}\n")
 
 
 # ---- picture ----------------------------------------------------------------------------------------------------------
 
 
 def made_from() -> str:
-    """What the picture shows goes by this; it is written into the file."""
-    return hashlib.sha256(RESULT.read_bytes() + Path(__file__).read_bytes()).hexdigest()
+    return pages.made_from(__file__, RESULT.name)
 
 
 def against_size(axes: Any, result: Row, value: Callable[[Row], float], **how: Any) -> None:
@@ -208,21 +165,16 @@ def against_size(axes: Any, result: Row, value: Callable[[Row], float], **how: A
 
 
 def draw() -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
     result = load()
-    figure, (size, risen, training) = plt.subplots(1, 3, figsize=(12, 3.7), dpi=150, facecolor="white")
+    figure, (size, risen, training) = pages.panels(3, 12)
     for budget, colour in zip(BUDGETS, COLOURS[1:], strict=False):
         for policy, style in (("auto", "-"), ("paper", ":")):
-            label = f"{budget:.0%}".replace("%", " %") if policy == "auto" else None
+            label = percent(budget) if policy == "auto" else None
             how = {"linestyle": style, "color": colour, "label": label}
             against_size(size, result, lambda r: kl(r, policy, budget), **how)  # noqa: B023
             against_size(risen, result, lambda r: 100 * risen_by(r, policy, budget), **how)  # noqa: B023
     for name, colour in zip(sized(result), COLOURS, strict=False):
-        rows, label = by_training(result, name), f"{result['sizes'][name]['parameters'] / 1e6:.1f} M"
+        rows, label = by_training(result, name), millions(result, name)
         x, y = [r["tokens"] / 1e6 for r in rows], [kl(r, "auto", 0.5) for r in rows]
         training.plot(x, y, marker="o", markersize=4, color=colour, label=label)
     titles = ("KL, trained (dotted: paper)", "rise of perplexity (%)", "KL of auto at 50 % on the way")
@@ -233,9 +185,7 @@ def draw() -> None:
         axes.xaxis.set_major_formatter("{x:g}")
         axes.set_ylim(bottom=min(0, axes.get_ylim()[0]))
         axes.legend(frameon=False, fontsize=8)
-        axes.spines[["top", "right"]].set_visible(False)
-    figure.tight_layout()
-    figure.savefig(PICTURE, metadata={"Made from": made_from(), "Software": None})
+    pages.save(figure, PICTURE, made_from())
 
 
 if __name__ == "__main__":

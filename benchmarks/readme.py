@@ -5,41 +5,27 @@ python benchmarks/readme.py
 
 from __future__ import annotations
 
-import hashlib
-import json
 import re
 import sys
-from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
-RESULTS = ROOT / "benchmarks" / "results"
-README, PICTURE = ROOT / "README.md", ROOT / "docs" / "overview.png"
+from pages import DOCS, ROOT, load, panels, save, written
+from pages import made_from as hashed
+
+README, PICTURE = ROOT / "README.md", DOCS / "overview.png"
 QUALITY, SERVING = "compare_lab_moe.json", "serving_h200.json"
 LINES = {
     ("ace", "kept"): ("the paper's rule", "#c0392b"),
     ("ace", "power"): ("its score, gain power", "#1f6f8b"),
     ("share", "power"): ("gate share, the default", "#27ae60"),
 }
-BLOCK = re.compile(r"(<!-- supported: written by [^>]*-->\n).*?(<!-- supported: end -->)", re.S)
-
-
-def load(name: str) -> dict:
-    return json.loads((RESULTS / name).read_text())
 
 
 def made_from() -> str:
-    """What the picture shows goes by this; it is written into the file."""
-    read = b"".join((RESULTS / name).read_bytes() for name in (QUALITY, SERVING))
-    return hashlib.sha256(read + Path(__file__).read_bytes()).hexdigest()
+    return hashed(__file__, QUALITY, SERVING)
 
 
 def draw() -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, (quality, speed) = plt.subplots(1, 2, figsize=(9.5, 3.7), dpi=150, facecolor="white")
+    figure, (quality, speed) = panels(2, 9.5)
     results = load(QUALITY)
     for (method, gain), (label, colour) in LINES.items():
         cells = [c for c in results["cells"] if (c["method"], c["gain"]) == (method, gain)]
@@ -62,10 +48,7 @@ def draw() -> None:
     speed.set_ylim(0, 2)
     speed.set_title("tokens a second against vLLM alone, H200", loc="left", fontsize=10)
     speed.legend(frameon=False, fontsize=9, ncols=3, loc="upper left")
-    for axes in (quality, speed):
-        axes.spines[["top", "right"]].set_visible(False)
-    figure.tight_layout()
-    figure.savefig(PICTURE, metadata={"Made from": made_from(), "Software": None})
+    save(figure, PICTURE, made_from())
 
 
 def supported() -> str:
@@ -74,8 +57,8 @@ def supported() -> str:
     import zoo
 
     names = sorted({family.module for family in zoo.FAMILIES})
-    table = (ROOT / "docs" / "formats.md").read_text().split("## Formats")[1].split("\n\n")[1]
-    formats = [re.split(r",| of \d", row.split("|")[1].strip())[0] for row in table.splitlines()[2:]]
+    listed = (DOCS / "formats.md").read_text().split("## Formats")[1].split("\n\n")[1]
+    formats = [re.split(r",| of \d", row.split("|")[1].strip())[0] for row in listed.splitlines()[2:]]
     lines = [
         ("families", f"{len(names)} of transformers, each tested on a tiny model: {', '.join(names)}"),
         ("checkpoints", f"bf16, fp16, fp32; {'; '.join(formats)} ([details](docs/formats.md))"),
@@ -85,9 +68,9 @@ def supported() -> str:
 
 
 def page() -> str:
-    return BLOCK.sub(lambda found: found[1] + supported() + found[2], README.read_text())
+    return written(README, supported=supported())
 
 
 if __name__ == "__main__":
     draw()
-    README.write_text(page())
+    README.write_text(page(), encoding="utf-8")

@@ -1,106 +1,32 @@
-"""docs/speed.md from the stored results; nothing in its tables is typed by hand.
+"""The tables of docs/speed.md from the stored results; nothing in them is typed by hand.
 
 python benchmarks/speed_page.py
 """
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
+from functools import partial
 
-ROOT = Path(__file__).parent.parent
-RESULTS = ROOT / "benchmarks" / "results"
-PAGE = ROOT / "docs" / "speed.md"
+from pages import DOCS, RESULTS, Row, load, percent, table, written
 
-HEAD = """# Speed
-
-What skipping saves, where, and how to measure it on your model. Tables are written by `python benchmarks/speed_page.py`
-from `benchmarks/results/`; each says how it was made.
-
-## Which path a layer takes
-
-`ace inspect MODEL` says it. On an NVIDIA GPU with Triton all 55 families of transformers 5.19's experts registry run on our
-kernels, bf16, fp16 or block FP8; policies without a kernel, post-expert norms and other weight types take the torch path,
-which is stock grouped GEMM with skipped slots behind its last group. On a CPU the kept slots alone go through the stock
-function. `ACE(…, dispatch="torch")` keeps the torch path, `dispatch="kernels"` makes the reason against the kernels an
-error.
-
-## Fast decoding
-
-```python
-from ace_moe.decoding import Decoder
-
-ace.attach(model)
-decoder = Decoder(model, batch=1, length=4096)
-tokens = decoder.generate(ids, 256)  # greedy; decoder.prefill(ids) and decoder.step(token) for anything else
-```
-
-The first step compiles one layer of each build, not every layer, and records one CUDA graph; `ace.set_skip(…)` takes
-effect at the next step without another. It decodes a batch without padding. Sliding windows (Gemma-4), linear attention with
-its recurrent state (Qwen3.5, Qwen3.6, Qwen3-Next), convolutions and sinks are part of the step (tried on a CPU, not yet in a
-graph on a GPU); heads wider than 256, sinks
-and soft caps keep the attention the model came with. Layers with an index of their own (DeepSeek-V3.2), shared keys, or
-attention and a state in one layer are refused with advice. With windows or states `decoder.rewind` goes back to the prompt
-alone. With `generate`, use `cache_implementation="static"`: the kernels are the same, every layer is compiled, and attention
-copies the cache for every query head.
-
-On a CPU, in fp32, the decoder says what greedy `generate` says, token for token, in every family of transformers 5.19's
-registry it does not refuse; `python benchmarks/check_decoder_gpu.py` holds the graphs themselves against it.
-
-## Measuring
-
-    ace bench MODEL --plan plan.safetensors --skip 0,0.6              # one prompt, batch 1
-    ace bench --shape qwen3-30b-a3b --rows full -o latency.json       # random weights, prompts to 16 × 1,024, batches to 64
-    ace bench --shape qwen3-30b-a3b --rows paper --stock eager        # the paper's five rows against its kind of baseline
-    ace bench --shape gemma-4-26b-a4b                                 # also qwen3.6-35b-a3b
-    ace bench --shape qwen3-30b-a3b --routing skewed --decode 1,16    # a random model that routes like a real one
-    ace bench MODEL --text sample.txt --skip 0,0.3,0.6                # prompts from a text, and each ratio's KL on it
-
-Stock and ours go through the same compiled loop and are timed in turn. `ace_unruled` is our kernels behind the stock router:
-what the rule itself costs. A run that does not fit into memory is refused before anything is loaded. A model that no graph can
-hold is run as it is and its steps by `generate`; each row's `loop` says which it was. With `--text`, KL, agreement and
-acceptance stand beside each ratio's times, at the threshold that realises the ratio on that text.
-
-## Routing
-
-A step's time depends on how many distinct experts it reads, so each row says it, before and after skipping, counted on the
-tokens that were timed. Random weights route nearly uniformly: 16 tokens of a top-8 router read 82 of 128 experts.
-
-| `--routing` | gates | experts |
-| --- | --- | --- |
-| `uniform` | as random weights give them | as chance gives them |
-| `flat` | mean shares within 0.01 of .228 .172 .142 .118 .101 .089 .080 .071, Qwen3-30B-A3B's as published | the same |
-| `skewed` | the same | 16 tokens read `--union` of them, within 5 % |
-
-`--union` is 49 of 128 where it is not given, and the same part of what chance gives for other numbers of experts. **49 is an
-assumption**: the published mean is over steps of at most 16 requests, and how much of it is skew and how much are smaller
-batches cannot be told. For other k the curve of shares is cut off, or goes on as it ends. Rows whose experts are more than 5 %
-away from what was asked for are marked.
-"""
-
+PAGE = DOCS / "speed.md"
 PAPER = """The paper reports 1.72–2.25× to the first token and 1.31–1.41× per token on A100s. Eager experts loop on the host, so
 the ratios against them say more about kernels and graphs than about skipping; what skipping gives is the column against
 our own 0 %.
 """
 
 
-def load(name: str) -> dict:
-    return json.loads((RESULTS / name).read_text())
-
-
-def table(columns: list[str], rows: list[list[str]]) -> str:
-    lines = [columns, ["---"] * len(columns), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+table = partial(table, rule=" --- ")
 
 
 def layer_section() -> str:
     result = load("layer_h200.json")
-    by_tokens: dict[int, list[dict]] = {}
+    by_tokens: dict[int, list[Row]] = {}
     for row in result["rows"]:
         by_tokens.setdefault(row["tokens"], []).append(row)
     rows = []
     for tokens, (whole, part) in by_tokens.items():
-        share = [f"{r['tb_s'] / result['ceiling_tb_s']:.0%}".replace("%", " %") for r in (whole, part)]
+        share = [percent(r["tb_s"] / result["ceiling_tb_s"]) for r in (whole, part)]
         vllm = f"{whole['vllm_us']:.1f}" if whole.get("vllm_us") else "–"
         times = [f"{whole['stock_us']:.1f}", vllm, f"{whole['ours_us']:.1f}", f"{part['ours_us']:.1f}"]
         bytes_left = part["union"] / whole["union"]
@@ -124,14 +50,12 @@ weights. Read ceiling {result["ceiling_tb_s"]:.2f} TB/s. `–`: not measured.
     {result["command"]}
 
 {table(columns, rows)}
-
 Skipped are {share} % of the slots: a token runs whole slots. Up to two tokens some five microseconds are left that the
 bytes at the read ceiling do not explain. From 1,024 tokens on every expert is needed and products count instead of bytes.
 
 Deciding which slots run, µs: the rule alone, routing and rule in one kernel, and stock's softmax and top-k for comparison.
 
-{table(["tokens", "rule", "routing and rule", "stock routing"], decisions)}
-"""
+{table(["tokens", "rule", "routing and rule", "stock routing"], decisions)}"""
 
 
 def model_section(name: str, title: str) -> str:
@@ -147,12 +71,11 @@ def model_section(name: str, title: str) -> str:
             ours = r["path"] == "ace"
             experts = f"{r['executed']:.1f} of {r['experts']:.1f}" if r.get("experts") is not None else ""
             ratios = [f"{other / r[time]:.2f}×" if ours and other else "" for other in (stock, dense)]
-            realised = f"{r['realised']:.1%}".replace("%", " %")
-            size = f"{batch} × {tokens:,}"
-            rows.append([what.upper(), size, f"`{r['path']}`", realised, f"{r[time]:.2f}", *ratios, experts])
+            said = [what.upper(), f"{batch} × {tokens:,}", f"`{r['path']}`", percent(r["realised"], 1)]
+            rows.append([*said, f"{r[time]:.2f}", *ratios, experts])
     columns = ["", "batch × tokens", "path", "skipped", "ms", "against best stock", "against own 0 %", "experts read"]
     facts = f"{result['device']}, torch {result['torch']}. {result.get('note', '')}".strip()
-    return f"## {title}\n\n{facts}\n\n    {result['command']}\n\n{table(columns, rows)}\n"
+    return f"## {title}\n\n{facts}\n\n    {result['command']}\n\n{table(columns, rows)}"
 
 
 def budgets_section() -> str:
@@ -171,9 +94,7 @@ def budgets_section() -> str:
     columns = [
         "routing",
         "batch",
-        "0 %, ms",
-        "30 %, ms",
-        "60 %, ms",
+        *(f"{n} %, ms" for n in (0, 30, 60)),
         "30 % against 0",
         "60 % against 0",
         "experts read",
@@ -186,11 +107,10 @@ nearly every expert is read by some token, and 30 % saves little. Last column: e
 
     {result["command"]}
 
-{table(columns, rows)}
-"""
+{table(columns, rows)}"""
 
 
-def _read(row: dict) -> str:
+def _read(row: Row) -> str:
     facts = row["facts"].get("restored")  # restored slots read nothing more
     return f"{100 * facts['reads'] / facts['asked']:.0f} %" if facts else "–"
 
@@ -211,8 +131,7 @@ experts and say little about large ones.
 
     {result["command"]}
 
-{table(columns, rows)}
-"""
+{table(columns, rows)}"""
 
 
 def page() -> str:
@@ -223,8 +142,9 @@ def page() -> str:
         ("latency_cpu.json", "On a CPU: an 86 M-parameter model, two cores"),
     ]
     sections = [model_section(*model) for model in models]
-    return "\n".join([HEAD, unions_section(), budgets_section(), layer_section(), *sections[:3], PAPER, *sections[3:]])
+    parts = [unions_section(), budgets_section(), layer_section(), *sections[:3], PAPER, *sections[3:]]
+    return written(PAGE, measured="\n".join(parts))
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page())
+    PAGE.write_text(page(), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""docs/results.md and a table of docs/choosing.md from stored results of `ace compare` and `ace study thresholds` alone.
+"""Tables of docs/results.md and of docs/choosing.md from stored results of `ace compare` and `ace study thresholds` alone.
 
 python benchmarks/study_page.py
 """
@@ -6,20 +6,19 @@ python benchmarks/study_page.py
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
-from typing import Any
 
-from study_claims import claims, in_per_cent, met, paired
+import pages
+from pages import DOCS, RESULTS, percent, written
+from study_claims import Results, claims, in_per_cent, met, paired
 
 from ace_moe.evaluate.compare import cell_at, kl_of
 from ace_moe.evaluate.grid import FIRST
 from ace_moe.evaluate.store import read_json
 
-ROOT = Path(__file__).parent.parent
-RESULTS = ROOT / "benchmarks" / "results"
-DOCUMENT, CHOOSING = ROOT / "docs" / "results.md", ROOT / "docs" / "choosing.md"
-BEGIN, END = "<!-- fixed: from the stored results -->\n", "<!-- fixed: end -->\n"
+DOCUMENT, CHOOSING = DOCS / "results.md", DOCS / "choosing.md"
 STEPS = (0.25, 0.375, 0.5)  # of `fixed`
 MODELS = {
     "lab_moe": "lab-moe: Qwen3-MoE, 86 M parameters, 8 layers, 64 experts, top-8, normalised softmax gates",
@@ -29,41 +28,19 @@ MODELS = {
 }
 GAINS = {"power": "the default here", "kept": "the paper's"}
 RIVALS = (
-    "fixed",
-    "share:squared=true",
-    "top_p",
-    "top_p:squared=true",
-    "ace",
-    "gsp",
-    "rcr",
-    "aimer",
-    "naee",
-    "modes",
-    "reap",
-)
-Results = dict[str, Any]
-
-HEAD = """# Results
-
-Methods on small models of three kinds of router, measured with the commands given at each section and written by
-`python benchmarks/study_page.py` from `benchmarks/results/*.json`. Nothing on this page is typed by hand.
-
-The models were trained from scratch on mixed text; they are far smaller than what people serve, and only demo-moe is part of
-the package. The order of methods can differ on your model: `ace compare` makes these tables for it.
-
-Methods are judged by KL to the unskipped model in nats a token ([why](evaluation.md)). How to read a cell: KL, and in brackets
-the change of perplexity in per cent. `*`: the realised ratio is more than half a point off the budget. `–`: the method cannot
-meet that budget or was not measured there. `fixed`, which knows steps of 1/k alone, stands at its steps, and the others there
-too. Skipped slots are not computed in any of these runs. Comparisons are paired (same windows), their 95 % intervals
-bootstrapped over windows; a claim is decided at the budgets where that interval is clear of 0.
-"""
+    "fixed", "share:squared=true", "top_p", "top_p:squared=true", "ace", "gsp", "rcr", "aimer", "naee", "modes", "reap",
+)  # fmt: skip
+table = partial(pages.table, rule=" --- ")
 
 
-def page(folder: Path) -> str:
-    found = {name: _stored(folder, "compare", name) for name in MODELS}
-    known = {name: results for name, results in found.items() if results}
-    parts = [HEAD, *summary(known)]
-    for name, results in known.items():
+def compared(folder: Path) -> dict[str, Results]:
+    return {name: results for name in MODELS if (results := _stored(folder, "compare", name))}
+
+
+def measured(folder: Path) -> str:
+    found = compared(folder)
+    parts = summary(found)
+    for name, results in found.items():
         thresholds = _stored(folder, "thresholds", name)
         parts += model_part(MODELS[name], results, thresholds)
         parts += tasks(folder / "tasks_lab.json") if name == "lab_moe" else []
@@ -137,17 +114,8 @@ def unreached(results: Results) -> str:
 # ---- tables -------------------------------------------------------------------------------------------------------
 
 
-def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
-
-
 def bullets(lines: Iterable[str]) -> str:
     return "\n".join(f"- {line}" for line in lines) + "\n"
-
-
-def per_cent(value: float, digits: int = 0) -> str:
-    return f"{100 * value:.{digits}f} %"
 
 
 def shown(cell: Results | None) -> str:
@@ -192,7 +160,7 @@ def gains(results: Results) -> list[str]:
 def refusals(results: Results) -> list[str]:
     lines = []
     for method, refused in results["refused"].items():
-        budgets = ", ".join(per_cent(b) for b in refused["budgets"])
+        budgets = ", ".join(map(percent, refused["budgets"]))
         lines.append(f"`{method}` at {budgets}: {refused['reason']}")
     return ["### Budgets that were refused\n", bullets(lines)] if lines else []
 
@@ -234,7 +202,7 @@ def tasks(path: Path) -> list[str]:
         change = "{:+.1f} ({:+.1f}…{:+.1f})".format(*(100 * x for x in r["change"]))
         scores = [f"{100 * r[key]:.1f}" for key in ("stock", "at_0", "at_50")]
         rows.append([f"{r['harness']} {r['version']}", r["task"], str(r["questions"]), *scores[:2], same, scores[2],
-                     per_cent(r["realised"], 1), change])  # fmt: skip
+                     percent(r["realised"], 1), change])  # fmt: skip
     head = (
         "Accuracy in per cent through both harnesses: their own model, ours at threshold 0, ours at a budget of 50 % (`ace`, "
         "gain `power`, threshold from another text), and the paired change with its interval. A model of this size is near "
@@ -255,13 +223,6 @@ def tasks(path: Path) -> list[str]:
 
 
 # ---- the table of docs/choosing.md --------------------------------------------------------------------------------
-
-
-def choosing(text: str, folder: Path) -> str:
-    """The page with its table of fixed top-k and the others made again."""
-    known = {name: found for name in MODELS if (found := _stored(folder, "compare", name))}
-    head, _, rest = text.partition(BEGIN)
-    return head + BEGIN + fixed(known) + END + rest.partition(END)[2]
 
 
 def fixed(known: dict[str, Results]) -> str:
@@ -301,7 +262,7 @@ def stability(results: Results) -> list[str]:
     own = {(r["workload"], r["budget"]): r["threshold"] for r in results["workloads"]}
     names = list(dict.fromkeys(name for name, _ in own))
     carried = {(r["from"], r["to"], r["budget"]): r["realised"] for r in results["transfers"]}
-    columns = [per_cent(b) for b in budgets]
+    columns = list(map(percent, budgets))
     first = [[name, *(f"{own[name, b]:.4f}" for b in budgets)] for name in names]
     second = [
         [f"{a} → {b}", *(f"{100 * carried[a, b, x]:.1f}" for x in budgets)] for a in names for b in names if a != b
@@ -321,6 +282,14 @@ def stability(results: Results) -> list[str]:
     ]
 
 
+def page() -> str:
+    return written(DOCUMENT, measured=measured(RESULTS))
+
+
+def choosing() -> str:
+    return written(CHOOSING, fixed=fixed(compared(RESULTS)))
+
+
 if __name__ == "__main__":
-    DOCUMENT.write_text(page(RESULTS), encoding="utf-8")
-    CHOOSING.write_text(choosing(CHOOSING.read_text(encoding="utf-8"), RESULTS), encoding="utf-8")
+    DOCUMENT.write_text(page(), encoding="utf-8")
+    CHOOSING.write_text(choosing(), encoding="utf-8")

@@ -5,41 +5,33 @@ python benchmarks/tuned_page.py
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-from typing import Any
+from pages import DOCS, RESULTS, Row, load, percent, table, written
 
-ROOT = Path(__file__).parent.parent
-PAGE = ROOT / "docs" / "tuning.md"
-BEGIN, END = "<!-- from the stored results -->\n", "<!-- end -->\n"
+PAGE = DOCS / "tuning.md"
 PAPER, ACE, SHARE = "ace, kept", "ace, power", "share, power"
 
 
-def results() -> list[dict[str, Any]]:
-    found = (ROOT / "benchmarks" / "results").glob("tuned_*.json")
-    return [json.loads(path.read_text(encoding="utf-8")) for path in sorted(found)]
+def results() -> list[Row]:
+    return [load(path.name) for path in sorted(RESULTS.glob("tuned_*.json"))]
 
 
 def kls(values: list[float]) -> str:
     return " / ".join(f"{kl:.4f}" for kl in values)
 
 
-def quality(found: list[dict[str, Any]]) -> str:
-    lines = [
-        "| model | chosen | its KL | `share`, `power` | `ace`, `power` | paper | behind the best candidate |",
-        "|---|---|---|---|---|---|---|",
-    ]
+def quality(found: list[Row]) -> str:
+    lines = []
     for r in found:
-        judged = r["judged"]
-        mean = judged["mean_kl"]
+        judged, mean = r["judged"], r["judged"]["mean_kl"]
         cells = [r["model"], judged["auto"], *(kls(mean[n]) for n in (judged["auto"], SHARE, ACE, PAPER))]
-        lines.append(f"| {' | '.join(cells)} | {judged['behind']:.1%} ({len(mean)} measured) |".replace("%", " %"))
-    return "\n".join(lines) + "\n"
+        lines.append([*cells, f"{percent(judged['behind'], 1)} ({len(mean)} measured)"])
+    columns = ["model", "chosen", "its KL", "`share`, `power`", "`ace`, `power`", "paper", "behind the best candidate"]
+    return table(columns, lines)
 
 
-def told(found: list[dict[str, Any]]) -> str:
+def told(found: list[Row]) -> str:
     first = found[0]
-    budgets = ", ".join(f"{b:.0%}" for b in first["budgets"]).replace("%", " %")
+    budgets = ", ".join(map(percent, first["budgets"]))
     sizes = sorted({(r["windows"], r["window"], r["provenance"]["device"]) for r in found})
     size = "; ".join(f"{n} × {w:,} tokens of each, {device}" for n, w, device in sizes)
     return (
@@ -49,13 +41,10 @@ def told(found: list[dict[str, Any]]) -> str:
     )
 
 
-def page(text: str) -> str:
-    """The page with its tables made again."""
+def page() -> str:
     found = results()
-    head, _, rest = text.partition(BEGIN)
-    _, _, tail = rest.partition(END)
-    return head + BEGIN + told(found) + quality(found) + END + tail
+    return written(PAGE, tuned=told(found) + quality(found))
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    PAGE.write_text(page(), encoding="utf-8")

@@ -40,4 +40,4 @@ def test_likelihoods_do_not_depend_on_the_batch() -> None:
 @pytest.mark.skipif(not answers_page.RESULT.exists(), reason="the tasks' result is not stored")
 def test_the_page_is_the_stored_result() -> None:
     text = answers_page.PAGE.read_text(encoding="utf-8")
-    assert text == answers_page.page(text), "python benchmarks/answers_page.py"
+    assert text == answers_page.page(), "python benchmarks/answers_page.py"

@@ -9,8 +9,7 @@ import tuned_page
 
 
 def test_the_page_is_the_stored_results():
-    text = tuned_page.PAGE.read_text(encoding="utf-8")
-    assert text == tuned_page.page(text)
+    assert tuned_page.PAGE.read_text(encoding="utf-8") == tuned_page.page()
 
 
 def test_the_figures_are_those_of_the_candidates_measured():

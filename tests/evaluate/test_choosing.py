@@ -14,7 +14,7 @@ PAGE = study_page.CHOOSING.read_text(encoding="utf-8")
 
 
 def test_the_table_is_what_is_stored() -> None:
-    assert study_page.choosing(PAGE, study_page.RESULTS) == PAGE
+    assert study_page.choosing() == PAGE
     assert all(f"| `{method}` | 0." in PAGE for method in study_page.FIRST)
 
 

@@ -44,7 +44,7 @@ SIMULATED = {
 
 
 def test_the_document_is_what_the_stored_results_give() -> None:
-    assert study_page.DOCUMENT.read_text(encoding="utf-8") == study_page.page(study_page.RESULTS)
+    assert study_page.DOCUMENT.read_text(encoding="utf-8") == study_page.page()
 
 
 def test_real_skipping_agrees_with_a_simulation() -> None:
@@ -87,7 +87,7 @@ def test_a_small_study(tmp_path: Path) -> None:
     sizes, out = ("--tokens", 256, "--window", 128, "--batch", 2, "--device", "cpu"), tmp_path / "compare_demo_moe.json"
     assert run_ace("compare", MODEL, "--text", TEXT, *given, *sizes, "-o", out).code == 0
     shutil.copy(next(study_page.RESULTS.glob("thresholds_*.json")), tmp_path / "thresholds_demo_moe.json")
-    page, found = study_page.page(tmp_path), json.loads(out.read_text())
+    page, found = study_page.measured(tmp_path), json.loads(out.read_text())
     for cell in found["cells"]:
         assert f"{cell['kl']['value']:.4f}" in page
     for words in ("37.5 % |", "frontier walk", "What the tables know", "cannot be told", found["command"]):

@@ -150,7 +150,7 @@ def test_the_page_is_what_is_stored() -> None:
     import aligned
 
     text = aligned.PAGE.read_text(encoding="utf-8")
-    assert aligned.page(text) == text and "| over `kept` | over `power` |" in text
+    assert aligned.page() == text and "| over `kept` | over `power` |" in text
 
 
 # ---- refusals -------------------------------------------------------------------------------------------------------

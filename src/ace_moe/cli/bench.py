@@ -10,16 +10,18 @@ import typer
 
 from ..errors import OptionError
 from ..files import replace_whole
-from .common import SKIP, AsJson, Device, app, embedded, here, note, out, parse_budgets, print_json
+from . import options as opt
+from .common import SKIP, app, check_texts, made_of, note, out, parse_budgets, print_json
+from .options import option, plan_option
 from .outputs import check_output
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from ..bench.routers import Router
-    from ..bench.run import Bench, Row
-    from ..text import Windows
+    from ..bench.run import Row
 
+Sizes = list[tuple[int, int]]  # tokens, batch
 QUICK, PAPER, FULL = "quick", "paper", "full"
 ROUTING = "With --shape: uniform; flat: gates as flat as Qwen3-30B-A3B's; skewed: and some experts popular."
 UNION = "With --routing skewed: experts that 16 tokens read. Default 49 of 128, an assumption; chance gives 82."
@@ -27,47 +29,49 @@ UNION = "With --routing skewed: experts that 16 tokens read. Default 49 of 128, 
 
 @app.command(epilog="Example: ace bench --shape qwen3-30b-a3b --skip 0,0.6 --rows full -o latency.json")
 def bench(
-    model: Annotated[str | None, typer.Argument(help="None with --shape.", metavar="MODEL", callback=embedded)] = None,
-    shape: Annotated[str | None, typer.Option(help="Random weights of a known shape: qwen3-30b-a3b …")] = None,
-    plan: Annotated[
-        Path | None, typer.Option("--plan", "-p", help="Tables made before.", metavar="PLAN", callback=here)
+    model: Annotated[
+        str | None, typer.Argument(help="None with --shape.", metavar="MODEL", callback=opt.embedded)
     ] = None,
-    skip: Annotated[str, typer.Option(help="Ratios to time, 0 among them: 0,0.6 or from:to:step.")] = f"0,{SKIP}",
-    rows: Annotated[str, typer.Option(help="quick, paper (its five rows) or full (and batches to 64).")] = QUICK,
-    prefill: Annotated[str | None, typer.Option(help="Prompts instead of --rows: 1024x1,1024x16 (tokens x batch).")] = None,
-    decode: Annotated[str | None, typer.Option(help="Decode batches instead of --rows: 1,16 or 256x1 (cached x batch).")] = None,
-    stock: Annotated[str, typer.Option(help="Stock experts: grouped_mm, batched_mm, eager, generate:grouped_mm.")] = "grouped_mm",
-    layers: Annotated[int | None, typer.Option(help="With --shape: fewer layers.")] = None,
-    routing: Annotated[str, typer.Option(help=ROUTING)] = "uniform",
-    union: Annotated[float | None, typer.Option(help=UNION)] = None,
-    text: Annotated[Path | None, typer.Option(help="With MODEL: time on this text, and show each ratio's KL on it.")] = None,
-    tokens: Annotated[int, typer.Option(help="With --text: tokens of it to use.")] = 16384,
-    window: Annotated[int, typer.Option(help="With --text: tokens in a window.")] = 1024,
-    output: Annotated[Path | None, typer.Option("--out", "-o", help="The results, written after each row.")] = None,
-    chart: Annotated[Path | None, typer.Option(help="Also draw the rows into this picture.")] = None,
-    device: Device = None,
-    as_json: AsJson = False,
-) -> None:  # fmt: skip
+    shape: Annotated[str | None, option("Random weights of a known shape: qwen3-30b-a3b …")] = None,
+    plan: Annotated[Path | None, plan_option("Tables made before.")] = None,
+    skip: Annotated[str, option("Ratios to time, 0 among them: 0,0.6 or from:to:step.")] = f"0,{SKIP}",
+    rows: Annotated[str, option("quick, paper (its five rows) or full (and batches to 64).")] = QUICK,
+    prefill: Annotated[str | None, option("Prompts instead of --rows: 1024x1,1024x16 (tokens x batch).")] = None,
+    decode: Annotated[str | None, option("Decode batches instead of --rows: 1,16 or 256x1 (cached x batch).")] = None,
+    stock: Annotated[str, option("Stock experts: grouped_mm, batched_mm, eager, generate:grouped_mm.")] = "grouped_mm",
+    layers: Annotated[int | None, option("With --shape: fewer layers.")] = None,
+    routing: Annotated[str, option(ROUTING)] = "uniform",
+    union: Annotated[float | None, option(UNION)] = None,
+    text: Annotated[Path | None, option("With MODEL: time on this text, and show each ratio's KL on it.")] = None,
+    tokens: Annotated[int, option("With --text: tokens of it to use.")] = 16384,
+    window: Annotated[int, option("With --text: tokens in a window.")] = 1024,
+    output: Annotated[Path | None, option("The results, written after each row.", "--out", "-o")] = None,
+    chart: Annotated[Path | None, option("Also draw the rows into this picture.")] = None,
+    device: opt.Device = None,
+    as_json: opt.AsJson = False,
+) -> None:
     """Time to first token and per output token, stock and skipped, in one run."""
+    from ..bench.routers import shape_routers
     from ..bench.run import Bench, read_rate, result
-    from ..files import file_hash
+    from ..loading import load_tokenizer, load_windows
     from ..plan import Plan
     from ..provenance import provenance
     from .bench_table import chart as draw
     from .bench_table import latency_table
 
-    for path, kind in ((output, "results"), (chart, "picture")):
-        if path is not None:
-            check_output(path, kind, plan)
+    check_output(output, "results", plan)
+    check_output(chart, "picture", plan)
     prompts, batches = _grid(rows, prefill, decode)
     ratios, paths = parse_budgets(skip), stock.split(",")
     _check(model, shape, routing, union, text)
+    if text is not None:
+        check_texts([text], window, tokens)
     loaded = _model(model, shape, layers, device, [*prompts, *batches], len(paths) + 2)
-    router = _routed(loaded, routing, union) if shape is not None else None
-    windows = None if text is None else _windows(str(model), loaded, text, window, tokens)
+    router = shape_routers(loaded, routing, union) if shape is not None else None
+    windows = None if text is None else load_windows(loaded, load_tokenizer(str(model)), text, window, tokens)
     ceiling = read_rate(loaded.device)
     found: list[Row] = []
-    record = provenance(loaded.device, {p.name: file_hash(p) for p in (plan, text) if p is not None})
+    record = provenance(loaded.device, made_of(plan, text))
 
     def say(row: Row) -> None:
         found.append(row)
@@ -78,10 +82,12 @@ def bench(
 
     expected = None if router is None else router.union
     timer = Bench(loaded, ratios, say, Plan.load(plan) if plan else None, windows, expected)
-    facts = {"routing": _routing_facts(routing, router) if shape else None, "fidelity": _fidelity_facts(timer, text)}
+    facts: dict[str, Any] = {"routing": _routing_facts(routing, router)} if shape else {}
+    if text is not None:
+        facts["fidelity"] = {"text": text.name, "ratios": {str(r): f for r, f in timer.fidelity.items()}}
 
     def stored() -> dict[str, Any]:
-        return result(record, found, ceiling, **{name: fact for name, fact in facts.items() if fact})
+        return result(record, found, ceiling, **facts)
 
     for size in prompts:
         list(timer.prefill(*size, paths))
@@ -90,9 +96,8 @@ def bench(
     if timer.why:
         note(f"Run without graphs, decode steps by `generate`: {timer.why}")
     if shape is not None and any(row.valid is False for row in found):
-        note(
-            f"More than 5 % from the experts that {routing} routing reads in some rows: their times are of another routing."
-        )
+        reads = f"the experts that {routing} routing reads"
+        note(f"More than 5 % from {reads} in some rows: their times are of another routing.")
     if as_json:
         print_json(stored())
     else:
@@ -104,7 +109,6 @@ def bench(
 def _check(model: str | None, shape: str | None, routing: str, union: float | None, text: Path | None) -> None:
     """Options that contradict each other, before anything is loaded."""
     from ..bench.routers import KINDS, SKEWED, UNIFORM
-    from ..text import read_text
 
     if (model is None) == (shape is None):
         raise OptionError("Name a checkpoint or a shape (--shape qwen3-30b-a3b), not both.")
@@ -114,16 +118,8 @@ def _check(model: str | None, shape: str | None, routing: str, union: float | No
         raise OptionError("A checkpoint routes by its own weights; --routing and --union are for --shape.")
     if union is not None and routing != SKEWED:
         raise OptionError(f"--union is for --routing {SKEWED}; {routing} routing reads what chance gives.")
-    if text is not None:
-        if shape is not None:
-            raise OptionError("Random weights predict nothing: --text is for a checkpoint, not for --shape.")
-        read_text(text)  # one that cannot serve is reported before gigabytes are loaded
-
-
-def _routed(loaded: PreTrainedModel, routing: str, union: float | None) -> Router | None:
-    from ..bench.routers import shape_routers
-
-    return shape_routers(loaded, routing, union)
+    if text is not None and shape is not None:
+        raise OptionError("Random weights predict nothing: --text is for a checkpoint, not for --shape.")
 
 
 def _routing_facts(routing: str, router: Router | None) -> dict[str, Any]:
@@ -136,17 +132,7 @@ def _routing_facts(routing: str, router: Router | None) -> dict[str, Any]:
     return {**facts, "note": ASSUMED} if routing == SKEWED else facts
 
 
-def _fidelity_facts(timer: Bench, text: Path | None) -> dict[str, Any] | None:
-    return None if text is None else {"text": text.name, "ratios": {str(r): f for r, f in timer.fidelity.items()}}
-
-
-def _windows(model: str, loaded: PreTrainedModel, text: Path, window: int, tokens: int) -> Windows:
-    from ..loading import load_tokenizer, load_windows
-
-    return load_windows(loaded, load_tokenizer(model), text, window, tokens)
-
-
-def _grid(rows: str, prefill: str | None, decode: str | None) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+def _grid(rows: str, prefill: str | None, decode: str | None) -> tuple[Sizes, Sizes]:
     from ..bench.run import PAPER as TABLE
 
     batches = [(256, 1), (256, 4), (256, 16), (256, 64)]
@@ -163,7 +149,7 @@ def _grid(rows: str, prefill: str | None, decode: str | None) -> tuple[list[tupl
     return _sizes(prefill or "", None), _sizes(decode or "", 256)
 
 
-def _sizes(text: str, length: int | None) -> list[tuple[int, int]]:
+def _sizes(text: str, length: int | None) -> Sizes:
     """ "1024x4,512x1", or batches alone where a length is given."""
     try:
         pairs = [part.split("x") for part in text.split(",") if part]
@@ -176,12 +162,7 @@ def _sizes(text: str, length: int | None) -> list[tuple[int, int]]:
 
 
 def _model(
-    model: str | None,
-    shape: str | None,
-    layers: int | None,
-    device: str | None,
-    sizes: list[tuple[int, int]],
-    paths: int,
+    model: str | None, shape: str | None, layers: int | None, device: str | None, sizes: Sizes, paths: int
 ) -> PreTrainedModel:
     """Loaded or made, if there is room for it and for what is timed."""
     from ..bench.memory import check_fits, checkpoint_bytes

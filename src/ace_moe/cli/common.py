@@ -1,4 +1,4 @@
-"""What the commands share: the app, its streams, options that mean the same everywhere, and how errors are shown."""
+"""What the commands share: the app, its streams, how errors are shown, and what is checked before long work."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ import typer.core
 from .. import progress
 from ..errors import AceError, BudgetError, brief
 from ..version import __version__
+from .options import option
+from .show import print_line
 from .terminal import Plain, speak_plainly
 
 if TYPE_CHECKING:
@@ -52,64 +54,12 @@ class Commands(typer.core.TyperGroup):
             raise typer.Exit(130) from None
 
 
-def here(plan: Path | None) -> Path | None:
-    """Where a plan option takes a repository's name: its plan, fetched."""
-    from ..sharing import located
-
-    return plan if plan is None else located(plan)
-
-
-app = typer.Typer(
-    cls=Commands,
-    add_completion=False,
-    no_args_is_help=True,
-    rich_markup_mode="rich",
-    pretty_exceptions_enable=False,
-)
+HELP: dict[str, Any] = {"no_args_is_help": True, "rich_markup_mode": "rich"}
+app = typer.Typer(cls=Commands, add_completion=False, pretty_exceptions_enable=False, **HELP)
 out, err = Plain(), Plain(stderr=True)
 SKIP = 0.3  # the budget where none is given
 AUTO = "auto"  # the policy where none is given: policies.AUTO, which takes seconds to import
 MOST_BUDGETS = 1000  # each takes passes of the model; a range this long has a step with a zero too many
-
-
-def embedded(name: str | None) -> str | None:
-    """ "demo" is the model that comes with the package, unless there is such a folder."""
-    if name != "demo" or Path(name).exists():
-        return name
-    return str(Path(__file__).parents[1] / "demo" / "model")
-
-
-Model = Annotated[
-    str,
-    typer.Argument(
-        help="A checkpoint folder, a hub repository (owner/name), or demo.", metavar="MODEL", callback=embedded
-    ),
-]
-PlanPath = Annotated[
-    Path, typer.Option("--plan", "-p", help="The plan: a file, or owner/name.", metavar="PLAN", callback=here)
-]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
-Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1 … Default: the GPU if there is one.")]
-Skip = Annotated[float, typer.Option(help="The budget: fraction of routed slots to skip.")]
-PolicyName = Annotated[
-    str,
-    typer.Option(
-        help="The method that decides slots: auto (what the plan recommends or was mapped with last, else share), ace, gsp, rcr, "
-        "share, fixed, top_p … (ace policies lists all)."
-    ),
-]
-GainName = Annotated[
-    str | None, typer.Option(help="How kept gates are rescaled: power, kept, none, aligned, or a number such as 1.05.")
-]
-MinActive = Annotated[int | None, typer.Option(help="Experts that always run for a token.")]
-MinMass = Annotated[float | None, typer.Option(help="Share of a token's gate mass that always runs.")]
-Expand = Annotated[bool, typer.Option(help="Decode a quantised checkpoint into an unquantised model first.")]
-WorkloadName = Annotated[
-    str | None,
-    typer.Option("--workload", help="Thresholds of this text, if the plan has several. Default: the plan's own."),
-]
-Quiet = Annotated[bool, typer.Option("--quiet", help="No advice on how much to skip.")]
-AllowOtherWeights = Annotated[bool, typer.Option(help="The model is a quantised copy of the plan's.")]
 
 
 def _version(wanted: bool) -> None:
@@ -120,7 +70,7 @@ def _version(wanted: bool) -> None:
 
 @app.callback()
 def top(
-    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print it.")] = False,
+    version: Annotated[bool, option("Print it.", "--version", callback=_version, is_eager=True)] = False,
 ) -> None:
     """Skip the expert slots of a Mixture-of-Experts model that contribute little."""
 
@@ -142,6 +92,11 @@ def _paragraph(error: Exception) -> str:
     if isinstance(error, AceError):
         return str(error)
     return f"The system refused a file or folder: {brief(error)}. Check its path, permissions and free space."
+
+
+def say(line: str, console: Plain = out) -> None:
+    """One line of the result."""
+    print_line(console, line)
 
 
 def note(message: object) -> None:
@@ -217,6 +172,22 @@ def _fraction(value: float) -> float:
             f"A budget is a fraction from 0 to less than 1 of the routed slots, such as 0.5; not {value}."
         )
     return value
+
+
+def check_texts(texts: Iterable[Path], window: int, tokens: int | None, batch: int = 1) -> None:
+    """What cannot serve is reported before gigabytes are loaded."""
+    from ..text import check_sizes, read_text
+
+    check_sizes(window, tokens, batch)
+    for text in texts:
+        read_text(text)
+
+
+def made_of(*files: Path | None) -> dict[str, str]:
+    """The hashes of what went in, by name."""
+    from ..files import file_hash
+
+    return {path.name: file_hash(path) for path in files if path is not None}
 
 
 def print_json(value: Any) -> None:

@@ -12,95 +12,61 @@ import typer
 
 from ..errors import BudgetError
 from ..files import replace_whole
-from . import show, show_results
-from .common import (
-    AsJson,
-    Device,
-    GainName,
-    MinActive,
-    MinMass,
-    Model,
-    PolicyName,
-    app,
-    here,
-    note,
-    out,
-    parse_budgets,
-    print_json,
-)
+from . import options as opt
+from . import show_results
+from .common import HELP, app, check_texts, made_of, note, out, parse_budgets, print_json, say
 from .groups import Deciding, Loading, command
+from .options import option
 from .outputs import check_output
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
     from ..evaluate.subject import Subject
     from ..plan import Plan
-    from ..text import Windows
 
-Text = Annotated[Path, typer.Option(help="Text to measure on: .txt, or .jsonl with `text`.")]
-Window = Annotated[int, typer.Option(help="Tokens in a window.")]
-Batch = Annotated[int, typer.Option(help="Windows at a time.")]
-Budgets = Annotated[str, typer.Option(help="Fractions to skip: 0.5, 0.1,0.3 or from:to:step.")]
-OptionalPlan = Annotated[
-    Path | None,
-    typer.Option("--plan", "-p", help="Tables made before, a file or owner/name; else computed now.", callback=here),
-]
-Out = Annotated[Path, typer.Option("--out", "-o", help="The results file; if it is there, it is continued.")]
+METHODS = (
+    "all, or names: share,ace,ace:fusion=min … Default: fixed, share, share and top_p squared, ace, paper, and what "
+    "the plan recommends."
+)
+BUDGETS = "Fractions to skip: 0.5, 0.1,0.3 or from:to:step. Default: 10 to 60 %, and the steps of fixed."
+CALIBRATION = "Text for the methods that need one. Default: what follows the measured tokens."
 
 
 @command(
     epilog="Example: ace compare Qwen/Qwen3-30B-A3B --methods ace,share --text sample.txt --tokens 65536 -o results.json"
 )
 def compare(
-    model: Model,
-    text: Text,
+    model: opt.Model,
+    text: opt.Text,
     loading: Loading,
-    methods: Annotated[
-        str | None,
-        typer.Option(
-            help="all, or names: share,ace,ace:fusion=min … Default: fixed, share, share and top_p squared, ace, paper, and what "
-            "the plan recommends."
-        ),
-    ] = None,
-    budgets: Annotated[
-        str | None,
-        typer.Option(
-            help="Fractions to skip: 0.5, 0.1,0.3 or from:to:step. Default: 10 to 60 %, and the steps of fixed."
-        ),
-    ] = None,
-    gains: Annotated[
-        str, typer.Option(help="kept, power, none, aligned, or cited: each method's own.")
-    ] = "kept,power,none",
-    output: Out = Path("results.json"),
-    plan: OptionalPlan = None,
-    calibration: Annotated[
-        Path | None, typer.Option(help="Text for the methods that need one. Default: what follows the measured tokens.")
-    ] = None,
-    tokens: Annotated[int, typer.Option(help="Tokens of the text to measure on.")] = 16384,
-    window: Window = 1024,
-    batch: Batch = 1,
-    min_active: MinActive = None,
-    min_mass: MinMass = None,
-    correct: Annotated[bool, typer.Option(help="Correct τ on the skipped model until the realised ratio fits.")] = True,
-    rival: Annotated[str | None, typer.Option(help="Also show paired differences against this method.")] = None,
-    as_json: AsJson = False,
+    methods: Annotated[str | None, option(METHODS)] = None,
+    budgets: Annotated[str | None, option(BUDGETS)] = None,
+    gains: Annotated[str, option("kept, power, none, aligned, or cited: each method's own.")] = "kept,power,none",
+    output: opt.Results = Path("results.json"),
+    plan: opt.Tables = None,
+    calibration: Annotated[Path | None, option(CALIBRATION)] = None,
+    tokens: Annotated[int, option("Tokens of the text to measure on.")] = 16384,
+    window: opt.Window = 1024,
+    batch: opt.Batch = 1,
+    min_active: opt.MinActive = None,
+    min_mass: opt.MinMass = None,
+    correct: Annotated[bool, option("Correct τ on the skipped model until the realised ratio fits.")] = True,
+    rival: Annotated[str | None, option("Also show paired differences against this method.")] = None,
+    as_json: opt.AsJson = False,
 ) -> None:
     """Perplexity of every method at every budget and gain, with intervals; a killed run goes on where it was."""
     from ..evaluate.calibration import calibration_windows
     from ..evaluate.compare import compare as measure
-    from ..evaluate.grid import BUDGETS, FIRST, Grid, first_methods, parse_gains, parse_methods
+    from ..evaluate.grid import EVERY, FIRST, Grid, first_methods, parse_gains, parse_methods
     from ..evaluate.subject import Subject
-    from ..text import check_sizes, read_text
+    from ..loading import load_windows
 
     check_output(output, "results", text, plan, calibration)
-    check_sizes(window, tokens, batch)
-    read_text(text)
+    check_texts([text], window, tokens, batch)
     common = {k: v for k, v in (("min_active", min_active), ("min_mass", min_mass)) if v is not None}
     named = FIRST if methods is None else parse_methods(methods)
-    grid = Grid(named, tuple(parse_budgets(budgets or BUDGETS)), parse_gains(gains), common, correct)
+    grid = Grid(named, tuple(parse_budgets(budgets or EVERY)), parse_gains(gains), common, correct)
     tokenizer, loaded = loading.load_both(model)
-    windows = _windows(loaded, tokenizer, text, window, tokens)
+    windows = load_windows(loaded, tokenizer, text, window, tokens)
     learned, notice = calibration_windows(loaded, tokenizer, text, windows, calibration)
     if notice and grid.calibrated:
         note(notice)
@@ -115,9 +81,8 @@ def compare(
     show_results.print_compare(out, results, rival)
     for method, refused in results["refused"].items():
         note(f"{method} at {', '.join(f'{b:.0%}' for b in refused['budgets'])}: {refused['reason']}")
-    show.print_line(
-        out, f"{output}: {len(results['cells'])} cells, {time.perf_counter() - start:.0f} s. Next: ace report {output}"
-    )
+    seconds = time.perf_counter() - start
+    say(f"{output}: {len(results['cells'])} cells, {seconds:.0f} s. Next: ace report {output}")
 
 
 def _check_some(results: dict[str, Any]) -> None:
@@ -127,27 +92,18 @@ def _check_some(results: dict[str, Any]) -> None:
         raise BudgetError(f"Nothing was measured: {' '.join(reasons)}")
 
 
-def _windows(loaded: PreTrainedModel, tokenizer: Any, text: Path, window: int, tokens: int) -> Windows:
-    from ..loading import load_windows
-
-    return load_windows(loaded, tokenizer, text, window, tokens)
-
-
 def _plan(path: Path | None, model: str) -> Plan:
     from ..plan import Plan
     from ..tables.build import build_plan
 
-    if path is not None:
-        return Plan.load(path)
-    return build_plan(model)
+    return build_plan(model) if path is None else Plan.load(path)
 
 
 def _facts(subject: Subject, model: str, *files: Path | None) -> dict[str, Any]:
     from ..checkpoint.model import called
     from ..evaluate.subject import facts
-    from ..files import file_hash
 
-    return facts(subject, called(model), {path.name: file_hash(path) for path in files if path is not None})
+    return facts(subject, called(model), made_of(*files))
 
 
 @app.command(epilog="Example: ace report results.json -o report.html")
@@ -155,10 +111,10 @@ def report(
     results: Annotated[
         list[Path], typer.Argument(help="Files of ace compare, study thresholds, eval, simulate, bench.")
     ],
-    output: Annotated[Path, typer.Option("--out", "--output", "-o", help="Where the page goes.")] = Path("report.html"),
-    rival: Annotated[str | None, typer.Option(help="The others are compared with this method. Default: ace.")] = None,
-    title: Annotated[str | None, typer.Option(help="Heading of the page. Default: the model's name.")] = None,
-    as_json: AsJson = False,
+    output: Annotated[Path, option("Where the page goes.", "--out", "--output", "-o")] = Path("report.html"),
+    rival: Annotated[str | None, option("The others are compared with this method. Default: ace.")] = None,
+    title: Annotated[str | None, option("Heading of the page. Default: the model's name.")] = None,
+    as_json: opt.AsJson = False,
 ) -> None:
     """One page with curves, tables and heat maps; it needs no network and opens in any browser."""
     from ..report.page import write_page
@@ -168,12 +124,12 @@ def report(
     size = output.stat().st_size
     if as_json:
         return print_json({"out": str(output), "bytes": size})
-    show.print_line(out, f"{output}: {size / 1024:.0f} kB; open it in a browser")
+    say(f"{output}: {size / 1024:.0f} kB; open it in a browser")
 
 
 # ---- studies ------------------------------------------------------------------------------------------------------
 
-study = typer.Typer(no_args_is_help=True, rich_markup_mode="rich")
+study = typer.Typer(**HELP)
 app.add_typer(
     study,
     name="study",
@@ -186,65 +142,61 @@ app.add_typer(
     "thresholds", epilog="Example: ace study thresholds MODEL --text wiki.txt --text code.jsonl -o thresholds.json"
 )
 def study_thresholds(
-    model: Model,
-    text: Annotated[list[Path], typer.Option(help="A workload; give the option once for each.")],
-    budgets: Budgets = "0.1:0.6:0.1",
-    output: Out = Path("thresholds.json"),
-    plan: OptionalPlan = None,
-    policy: PolicyName = "ace",
-    gain: GainName = None,
-    tokens: Annotated[int, typer.Option(help="Tokens of each text.")] = 16384,
-    window: Window = 1024,
-    batch: Batch = 1,
-    measured: Annotated[bool, typer.Option(help="Run carried thresholds; else read them off dense passes.")] = True,
-    device: Device = None,
-    as_json: AsJson = False,
+    model: opt.Model,
+    text: Annotated[list[Path], option("A workload; give the option once for each.")],
+    budgets: opt.Budgets = "0.1:0.6:0.1",
+    output: opt.Results = Path("thresholds.json"),
+    plan: opt.Tables = None,
+    policy: opt.PolicyName = "ace",
+    gain: opt.GainName = None,
+    tokens: opt.TokensOfEach = 16384,
+    window: opt.Window = 1024,
+    batch: opt.Batch = 1,
+    measured: Annotated[bool, option("Run carried thresholds; else read them off dense passes.")] = True,
+    device: opt.Device = None,
+    as_json: opt.AsJson = False,
 ) -> None:
     """Thresholds by workload, the ratio each realises on the others, and what finding them costs."""
     from ..evaluate import thresholds
     from ..evaluate.subject import Subject
+    from ..loading import load_windows
     from ..policies import choose
-    from ..text import check_sizes, read_text
 
     check_output(output, "results", plan, *text)
-    check_sizes(window, tokens, batch)
-    for path in text:
-        read_text(path)
+    check_texts(text, window, tokens, batch)
     made = choose(**Deciding(policy, gain=gain).settings)
     tokenizer, loaded = Loading(device).load_both(model)
-    workloads = [_windows(loaded, tokenizer, path, window, tokens) for path in text]
+    workloads = [load_windows(loaded, tokenizer, path, window, tokens) for path in text]
     subject = Subject(loaded, _plan(plan, model), workloads[0], batch)
     setup = thresholds.Study(subject, made, tuple(parse_budgets(budgets)), measured)
     found = thresholds.study(setup, workloads, output, _facts(subject, model, *text, plan))
     if as_json:
         return print_json({"out": str(output), **{k: found[k] for k in ("workloads", "transfers", "cost")}})
     show_results.print_thresholds(out, found)
-    show.print_line(out, f"{output}: {len(found['transfers'])} transfers. Next: ace report {output}")
+    say(f"{output}: {len(found['transfers'])} transfers. Next: ace report {output}")
 
 
 @study.command("tables", epilog="Example: ace study tables MODEL --text sample.txt")
 def study_tables(
-    model: Model,
-    text: Text,
-    plan: OptionalPlan = None,
-    tokens: Annotated[int, typer.Option(help="Tokens of the text.")] = 16384,
-    window: Window = 1024,
-    batch: Batch = 1,
-    output: Annotated[Path | None, typer.Option("--out", "-o", help="A file for the results.")] = None,
-    device: Device = None,
-    as_json: AsJson = False,
+    model: opt.Model,
+    text: opt.Text,
+    plan: opt.Tables = None,
+    tokens: Annotated[int, option("Tokens of the text.")] = 16384,
+    window: opt.Window = 1024,
+    batch: opt.Batch = 1,
+    output: Annotated[Path | None, option("A file for the results.", "--out", "-o")] = None,
+    device: opt.Device = None,
+    as_json: opt.AsJson = False,
 ) -> None:
     """Correlation of each table with the true norm of expert outputs, layer by layer, in one pass."""
     from ..evaluate.oracle import by_expert, table_correlation
     from ..evaluate.subject import Subject
-    from ..text import check_sizes, read_text
+    from ..loading import load_windows
 
-    if output is not None:
-        check_output(output, "results", text, plan)
-    check_sizes(window, tokens, batch)
-    read_text(text)
+    check_output(output, "results", text, plan)
+    check_texts([text], window, tokens, batch)
     tokenizer, loaded = Loading(device).load_both(model)
-    windows = _windows(loaded, tokenizer, text, window, tokens)
+    windows = load_windows(loaded, tokenizer, text, window, tokens)
     used = _plan(plan, model)
     found = table_correlation(loaded, by_expert(used), windows, batch)
     if output is not None:

@@ -8,26 +8,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from ..errors import AceError, BudgetError
+from . import options as opt
 from . import show
-from .common import (
-    SKIP,
-    AllowOtherWeights,
-    AsJson,
-    Model,
-    Quiet,
-    Skip,
-    WorkloadName,
-    err,
-    here,
-    note,
-    out,
-    print_json,
-    warn_of_loss,
-)
+from .common import SKIP, err, note, out, print_json, say, warn_of_loss
 from .groups import Deciding, Loading, command
+from .options import option, plan_option
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -35,17 +21,10 @@ if TYPE_CHECKING:
     from ..ace import ACE
     from ..writing import Message
 
-OptionalPlan = Annotated[
-    Path | None,
-    typer.Option(
-        "--plan",
-        "-p",
-        help="The plan: a file, or owner/name. Default: made from the checkpoint and kept, on the model's own text.",
-        callback=here,
-    ),
-]
-NewTokens = Annotated[int, typer.Option(help="Tokens to generate.")]
-Template = Annotated[bool | None, typer.Option(help="Ask through the chat template. Default: if the model has one.")]
+PLAN = "The plan: a file, or owner/name. Default: made from the checkpoint and kept, on the model's own text."
+OptionalPlan = Annotated[Path | None, plan_option(PLAN)]
+NewTokens = Annotated[int, option("Tokens to generate.")]
+Template = Annotated[bool | None, option("Ask through the chat template. Default: if the model has one.")]
 HELP = """/skip 0.4  another budget, at once
 /new       forget what was said
 /report    what was skipped, layer by layer
@@ -56,19 +35,19 @@ HELP = """/skip 0.4  another budget, at once
     epilog='Example: ace run Qwen/Qwen3-30B-A3B --plan qwen3.safetensors --skip 0.3 --beside --prompt "Once upon a time"'
 )
 def run(
-    model: Model,
-    prompt: Annotated[str, typer.Option(help="What the model continues or answers.")],
+    model: opt.Model,
+    prompt: Annotated[str, option("What the model continues or answers.")],
     deciding: Deciding,
     loading: Loading,
     plan: OptionalPlan = None,
-    skip: Skip = SKIP,
-    beside: Annotated[bool, typer.Option("--beside", help="Show the unskipped model's text beside it.")] = False,
-    workload: WorkloadName = None,
+    skip: opt.Skip = SKIP,
+    beside: Annotated[bool, option("Show the unskipped model's text beside it.", "--beside")] = False,
+    workload: opt.WorkloadName = None,
     max_new_tokens: NewTokens = 64,
     chat: Template = None,
-    quiet: Quiet = False,
-    allow_other_weights: AllowOtherWeights = False,
-    as_json: AsJson = False,
+    quiet: opt.Quiet = False,
+    allow_other_weights: opt.AllowOtherWeights = False,
+    as_json: opt.AsJson = False,
 ) -> None:
     """Generate text with a budget, as it comes, and show the realised ratio; or both texts, side by side."""
     from ..writing import as_text, check_prompt, has_template, tokens_of, write, write_pair
@@ -84,14 +63,14 @@ def run(
     if beside:
         found = write_pair(loaded, tokenizer, ids, ace, max_new_tokens, skip)
         return print_json({"prompt": prompt, **found.to_json()}) if as_json else print_pair(out, found, prompt)
-    with ace(loaded), _streamed(prompt, as_json) as say:
-        written = write(loaded, tokenizer, ids, max_new_tokens, say)
+    with ace(loaded), _streamed(prompt, as_json) as piece:
+        written = write(loaded, tokenizer, ids, max_new_tokens, piece)
     report = ace.report()
     if as_json:
         return print_json({"prompt": prompt, **written.to_json(), "requested": skip, **report})
     phases = f"prefill {report['prefill']['realised']:.1%}, decode {report['decode']['realised']:.1%}"
     said = f"requested {skip:.1%}, realised {report['realised']:.1%} ({phases})"
-    show.print_line(err, f"{said}; {written.tokens} tokens, {written.speed:.1f} a second")
+    say(f"{said}; {written.tokens} tokens, {written.speed:.1f} a second", err)
 
 
 def _ace(model: str, plan: Path | None, skip: float, workload: str | None, other: bool, options: dict[str, Any]) -> ACE:
@@ -113,8 +92,12 @@ def _streamed(prompt: str, as_json: bool) -> Iterator[Any]:
         yield lambda piece: None
         return
     err.print(prompt, style="dim", end="" if out.is_terminal else "\n", markup=False, highlight=False)
-    yield lambda piece: out.print(piece, end="", markup=False, highlight=False, soft_wrap=True)
+    yield _piece
     out.print()
+
+
+def _piece(text: str) -> None:
+    out.print(text, end="", markup=False, highlight=False, soft_wrap=True)
 
 
 # ---- chat ---------------------------------------------------------------------------------------------------------
@@ -122,17 +105,17 @@ def _streamed(prompt: str, as_json: bool) -> Iterator[Any]:
 
 @command(epilog="Example: ace chat Qwen/Qwen3-30B-A3B --plan qwen3.safetensors --skip 0.3")
 def chat(
-    model: Model,
+    model: opt.Model,
     deciding: Deciding,
     loading: Loading,
     plan: OptionalPlan = None,
-    skip: Skip = SKIP,
-    workload: WorkloadName = None,
+    skip: opt.Skip = SKIP,
+    workload: opt.WorkloadName = None,
     max_new_tokens: NewTokens = 256,
     template: Annotated[
-        bool | None, typer.Option("--chat/--no-chat", help="Use the chat template. Default: if there is one.")
+        bool | None, option("Use the chat template. Default: if there is one.", "--chat/--no-chat")
     ] = None,
-    allow_other_weights: AllowOtherWeights = False,
+    allow_other_weights: opt.AllowOtherWeights = False,
 ) -> None:
     """Talk to a model and change the budget while you do: /skip 0.4."""
     from ..writing import check_prompt, has_template
@@ -141,7 +124,7 @@ def chat(
     ace = _ace(model, plan, skip, workload, allow_other_weights, deciding.settings)
     tokenizer, loaded = loading.load_both(model)
     uses = has_template(tokenizer) if template is None else template
-    show.print_line(err, f"{model}, {skip:.0%} of slots skipped. /help lists what else can be said.")
+    say(f"{model}, {skip:.0%} of slots skipped. /help lists what else can be said.", err)
     with ace(loaded):
         Talk(ace, loaded, tokenizer, max_new_tokens, uses).listen()
 
@@ -168,7 +151,7 @@ class Talk:
     def command(self, name: str, *values: str) -> None:
         if name == "/skip" and len(values) == 1:
             self.ace.set_skip(_number(values[0]))
-            show.print_line(err, f"{self.ace.skip:.0%} of slots skipped from now on")
+            say(f"{self.ace.skip:.0%} of slots skipped from now on", err)
         elif name == "/new":
             self.said = []
         elif name == "/report":
@@ -182,12 +165,11 @@ class Talk:
         asked = [*self.said, {"role": "user", "content": line}]
         ids = tokens_of(self.model, self.tokenizer, as_text(self.tokenizer, asked, self.template), self.template)
         self.ace.reset()
-        say = lambda piece: out.print(piece, end="", markup=False, highlight=False, soft_wrap=True)  # noqa: E731
-        written = write(self.model, self.tokenizer, ids, self.max_new_tokens, say)
+        written = write(self.model, self.tokenizer, ids, self.max_new_tokens, _piece)
         out.print()
         self.said = [*asked, {"role": "assistant", "content": written.text}]
         figures = f"{written.tokens} tokens, {written.speed:.1f} a second"
-        show.print_line(err, f"{figures}; {self.ace.realised:.1%} of slots skipped")
+        say(f"{figures}; {self.ace.realised:.1%} of slots skipped", err)
 
 
 def _number(text: str) -> float:

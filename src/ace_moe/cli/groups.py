@@ -8,9 +8,9 @@ from dataclasses import asdict, dataclass, fields, is_dataclass
 from functools import wraps
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
-import typer
-
-from .common import AUTO, Device, Expand, GainName, MinActive, MinMass, PolicyName, app
+from . import options as opt
+from .common import AUTO, app
+from .options import option
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 class Deciding:
     """What the user left out keeps the policy's own default."""
 
-    policy: PolicyName = AUTO
-    preset: Annotated[str | None, typer.Option(help="paper: the paper's method, unchanged.")] = None
-    gain: GainName = None
-    min_active: MinActive = None
-    min_mass: MinMass = None
+    policy: opt.PolicyName = AUTO
+    preset: Annotated[str | None, option("paper: the paper's method, unchanged.")] = None
+    gain: opt.GainName = None
+    min_active: opt.MinActive = None
+    min_mass: opt.MinMass = None
 
     @property
     def given(self) -> dict[str, Any]:
@@ -41,14 +41,12 @@ class Deciding:
 class Loading:
     """Where a model is loaded, and as what."""
 
-    device: Device = None
-    dtype: Annotated[
-        str, typer.Option(help="Precision to load in: float32, bfloat16, float16, or the checkpoint's own.")
-    ] = "auto"
+    device: opt.Device = None
+    dtype: Annotated[str, option("Precision to load in: float32, bfloat16, float16, or the checkpoint's own.")] = "auto"
     device_map: Annotated[
-        str | None, typer.Option(help="Instead of --device: auto spreads a model over GPUs and host memory.")
+        str | None, option("Instead of --device: auto spreads a model over GPUs and host memory.")
     ] = None
-    expand: Expand = False
+    expand: opt.Expand = False
 
     def load(self, model: str) -> PreTrainedModel:
         from ..loading import load_model

@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from . import options as opt
 from . import show, show_texts
-from .common import AsJson, app, embedded, err, out, print_json
+from .common import app, err, out, print_json, say
+from .options import option
 
 if TYPE_CHECKING:
     from ..plan import Plan
@@ -16,9 +18,9 @@ if TYPE_CHECKING:
 
 @app.command(epilog="Examples: ace inspect Qwen/Qwen3-30B-A3B, ace inspect plan.safetensors, ace inspect COPY ORIGINAL")
 def inspect(
-    target: Annotated[str, typer.Argument(help="A model or a plan file.", metavar="MODEL|PLAN", callback=embedded)],
+    target: Annotated[str, typer.Argument(help="A model or a plan file.", metavar="MODEL|PLAN", callback=opt.embedded)],
     other: Annotated[str | None, typer.Argument(help="Another, such as its original.", metavar="OTHER")] = None,
-    as_json: AsJson = False,
+    as_json: opt.AsJson = False,
 ) -> None:
     """What is in this model or this plan, what ACE can do with it, and how far it is from another."""
     from ..checkpoint import MoEModel
@@ -45,7 +47,7 @@ def show_plan(plan: Plan, as_json: bool) -> None:
 
 
 @app.command(epilog="Example: ace policies")
-def policies(as_json: AsJson = False) -> None:
+def policies(as_json: opt.AsJson = False) -> None:
     """The methods that decide slots, for --policy and --methods, with what each needs."""
     from ..policies import POLICIES
 
@@ -58,10 +60,10 @@ def policies(as_json: AsJson = False) -> None:
 
 @app.command(epilog="Example: ace demo")
 def demo(
-    output: Annotated[
-        Path, typer.Option("--out", "--output", "-o", help="Folder for the plan, the JSON and the picture.")
-    ] = Path("ace-demo"),
-    as_json: AsJson = False,
+    output: Annotated[Path, option("Folder for the plan, the JSON and the picture.", "--out", "--output", "-o")] = Path(
+        "ace-demo"
+    ),
+    as_json: opt.AsJson = False,
 ) -> None:
     """The embedded model: tables → plan → thresholds → perplexity at 0–60 % skipped, in about a minute on a laptop."""
     from .. import demo as tour
@@ -76,6 +78,6 @@ def demo(
     out.print(show.demo_table(cells))
     print_pair(out, pair)
     there = f", picture in {picture}" if picture else "; pip install 'ace-moe[report]' for a picture"
-    show.print_line(out, f"plan and numbers in {output}/{there}")
+    say(f"plan and numbers in {output}/{there}")
     for line in tour.NEXT:
-        show.print_line(out, line.format(plan=output / "plan.safetensors"))
+        say(line.format(plan=output / "plan.safetensors"))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 from ..errors import OutputError
@@ -15,8 +14,10 @@ ELSEWHERE = "Choose another place."
 PICTURES = (b"\x89PNG", b"%PDF", b"<svg", b"<?xml", b"\xff\xd8", b"RIFF", b"%!PS")
 
 
-def check_output(path: Path, kind: str, *inputs: Path | None) -> None:
+def check_output(path: Path | None, kind: str, *inputs: Path | None) -> None:
     """Before the long work starts. `kind`: plan, results, page, picture or trace; `inputs`: files the output is made from."""
+    if path is None:
+        return
     check_writable(path)
     real = Path(os.path.realpath(expand(path)))
     for made_from in inputs:
@@ -28,8 +29,8 @@ def check_output(path: Path, kind: str, *inputs: Path | None) -> None:
             f"file there for a shard. {ELSEWHERE}"
         )
     if real.is_file() and real.stat().st_size and not OWN[kind](real):
-        called = {"page": "no page of ours"}.get(kind, f"no {kind}")
-        raise OutputError(f"{path} is there already and is {called}; it would be lost. {ELSEWHERE}")
+        called = "page of ours" if kind == "page" else kind
+        raise OutputError(f"{path} is there already and is no {called}; it would be lost. {ELSEWHERE}")
 
 
 def is_checkpoint(folder: Path) -> bool:
@@ -69,10 +70,4 @@ def _trace(path: Path) -> bool:
     return is_trace(path)
 
 
-OWN: dict[str, Callable[[Path], bool]] = {
-    "plan": _plan,
-    "results": _results,
-    "page": _page,
-    "picture": _picture,
-    "trace": _trace,
-}
+OWN = {"plan": _plan, "results": _results, "page": _page, "picture": _picture, "trace": _trace}

@@ -8,23 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from ..errors import BudgetError
+from . import options as opt
 from . import show
-from .common import (
-    AllowOtherWeights,
-    AsJson,
-    Model,
-    PlanPath,
-    Quiet,
-    note,
-    out,
-    parse_budgets,
-    print_json,
-    warn_of_loss,
-)
+from .common import check_texts, made_of, note, out, parse_budgets, print_json, say, warn_of_loss
 from .groups import Deciding, Loading, command
+from .options import option
 from .outputs import check_output
 
 if TYPE_CHECKING:
@@ -32,32 +21,29 @@ if TYPE_CHECKING:
     from ..tables.work import Job
 
 EVERY = "0.1:0.6:0.1"  # budgets that are mapped where none are named
-
-
-Texts = Annotated[
-    list[Path] | None,
-    typer.Option(
-        help="Unlabelled text of the kind the model will serve: .txt, or .jsonl with `text`; several are mapped one by one "
-        "and together, as `mixed`. Default: the model writes its own."
-    ),
-]
-Budgets = Annotated[str, typer.Option(help="Fractions to skip: 0.5, 0.1,0.3 or from:to:step.")]
-Window = Annotated[int, typer.Option(help="Tokens in a window.")]
-Tokens = Annotated[int, typer.Option(help="Tokens of the text to use.")]
-Out = Annotated[Path, typer.Option("--out", "--output", "-o", help="Where the plan goes.")]
+TEXTS = (
+    "Unlabelled text of the kind the model will serve: .txt, or .jsonl with `text`; several are mapped one by one "
+    "and together, as `mixed`. Default: the model writes its own."
+)
+MAX_KL = "Instead of budgets: the most that can be skipped with at most this KL (nats a token)."
+READS = "Instead of budgets: what must be skipped to read this part of the experts in decode."
+CORRECT = "Correct τ on the skipped model until the realised ratio fits. Default: all but the paper's."
+DEFAULT = "Use this text (of several: mixed) where none is named. Default: the first."
+Texts = Annotated[list[Path] | None, option(TEXTS)]
+Out = Annotated[Path, option("Where the plan goes.", "--out", "--output", "-o")]
 
 
 @command(epilog="Example: ace plan Qwen/Qwen3-30B-A3B --text sample.txt")
 def plan(
-    model: Model,
+    model: opt.Model,
     deciding: Deciding,
     loading: Loading,
     output: Out = Path("plan.safetensors"),
     text: Texts = None,
-    budgets: Budgets = EVERY,
-    window: Window = 1024,
-    tokens: Tokens = 65536,
-    as_json: AsJson = False,
+    budgets: opt.Budgets = EVERY,
+    window: opt.Window = 1024,
+    tokens: opt.Tokens = 65536,
+    as_json: opt.AsJson = False,
 ) -> None:
     """Everything skipping needs, in one file: tables from the checkpoint, then thresholds for your budgets on a text.
 
@@ -67,26 +53,20 @@ def plan(
         tables(model, output, quiet=True)
     budget(model, output, deciding, loading, text, budgets, window=window, tokens=tokens, as_json=as_json)
     if not as_json:
-        show.print_line(out, f"Next: ace run {model} --plan {output} --beside --prompt TEXT")
+        say(f"Next: ace run {model} --plan {output} --beside --prompt TEXT")
 
 
 @command(epilog="Example: ace tables Qwen/Qwen3-30B-A3B -o qwen3.safetensors")
 def tables(
-    model: Model,
+    model: opt.Model,
     output: Out = Path("plan.safetensors"),
-    device: Annotated[
-        str, typer.Option(help="Where the products are computed; several for workers: cuda:0,cuda:1.")
-    ] = "cpu",
-    stream: Annotated[
-        bool, typer.Option("--stream", help="Keep nothing of a hub repository: a shard at a time.")
-    ] = False,
-    workers: Annotated[int, typer.Option(help="Processes that share the layers.", min=1)] = 1,
-    layers: Annotated[
-        str | None, typer.Option(help="Only MoE layers first:past-the-last, for several machines.")
-    ] = None,
-    push: Annotated[str | None, typer.Option(help="Publish the plan on the hub: owner/name.")] = None,
-    quiet: Annotated[bool, typer.Option(help="Print nothing but notes.")] = False,
-    as_json: AsJson = False,
+    device: Annotated[str, option("Where the products are computed; several for workers: cuda:0,cuda:1.")] = "cpu",
+    stream: Annotated[bool, option("Keep nothing of a hub repository: a shard at a time.", "--stream")] = False,
+    workers: Annotated[int, option("Processes that share the layers.", min=1)] = 1,
+    layers: Annotated[str | None, option("Only MoE layers first:past-the-last, for several machines.")] = None,
+    push: Annotated[str | None, option("Publish the plan on the hub: owner/name.")] = None,
+    quiet: Annotated[bool, option("Print nothing but notes.")] = False,
+    as_json: opt.AsJson = False,
 ) -> None:
     """Compute the tables from the checkpoint alone and write a plan. No data, no GPU needed."""
     from .. import sharing
@@ -125,12 +105,9 @@ def tables(
     if quiet:
         return None
     out.print(show.plan_table(plan))
-    show.print_line(
-        out,
-        f"{output}: {len(plan.tables)} layers in {seconds:.1f} s. Next: ace budget {model} --plan {output}",
-    )
+    say(f"{output}: {len(plan.tables)} layers in {seconds:.1f} s. Next: ace budget {model} --plan {output}")
     if pushed:
-        show.print_line(out, f"pushed: {pushed}")
+        say(f"pushed: {pushed}")
 
 
 def _in_parts(job: Job, as_json: bool) -> Plan | None:
@@ -147,45 +124,31 @@ def _in_parts(job: Job, as_json: bool) -> Plan | None:
         print_json({"parts": str(folder), "missing": keys})
     else:
         left = f"{len(keys)} layers are missing ({keys[0]} … {keys[-1]})"
-        show.print_line(out, f"{folder}: {left}. Put the other machines' files there and run the command again.")
+        say(f"{folder}: {left}. Put the other machines' files there and run the command again.")
     return None
 
 
 @command(epilog="Example: ace budget Qwen/Qwen3-30B-A3B --plan qwen3.safetensors --text sample.txt")
 def budget(
-    model: Model,
-    plan: PlanPath,
+    model: opt.Model,
+    plan: opt.PlanPath,
     deciding: Deciding,
     loading: Loading,
     text: Texts = None,
-    budgets: Budgets = EVERY,
-    max_kl: Annotated[
-        float | None,
-        typer.Option(help="Instead of budgets: the most that can be skipped with at most this KL (nats a token)."),
-    ] = None,
-    reads: Annotated[
-        float | None,
-        typer.Option(help="Instead of budgets: what must be skipped to read this part of the experts in decode."),
-    ] = None,
-    sequences: Annotated[int, typer.Option(help="Sequences of a decode step, for --reads.")] = 16,
-    window: Window = 1024,
-    tokens: Tokens = 65536,
-    batch: Annotated[int, typer.Option(help="Windows at a time.")] = 1,
-    correct: Annotated[
-        bool | None,
-        typer.Option(
-            help="Correct τ on the skipped model until the realised ratio fits. Default: all but the paper's."
-        ),
-    ] = None,
-    fidelity: Annotated[bool, typer.Option(help="Also measure how far each threshold moves predictions (KL).")] = True,
-    again: Annotated[bool, typer.Option(help="Map budgets again that the plan has for this text already.")] = False,
-    default: Annotated[
-        bool,
-        typer.Option("--default", help="Use this text (of several: mixed) where none is named. Default: the first."),
-    ] = False,
-    quiet: Quiet = False,
-    allow_other_weights: AllowOtherWeights = False,
-    as_json: AsJson = False,
+    budgets: opt.Budgets = EVERY,
+    max_kl: Annotated[float | None, option(MAX_KL)] = None,
+    reads: Annotated[float | None, option(READS)] = None,
+    sequences: Annotated[int, option("Sequences of a decode step, for --reads.")] = 16,
+    window: opt.Window = 1024,
+    tokens: opt.Tokens = 65536,
+    batch: opt.Batch = 1,
+    correct: Annotated[bool | None, option(CORRECT)] = None,
+    fidelity: Annotated[bool, option("Also measure how far each threshold moves predictions (KL).")] = True,
+    again: Annotated[bool, option("Map budgets again that the plan has for this text already.")] = False,
+    default: Annotated[bool, option(DEFAULT, "--default")] = False,
+    quiet: opt.Quiet = False,
+    allow_other_weights: opt.AllowOtherWeights = False,
+    as_json: opt.AsJson = False,
 ) -> None:
     """Map budgets to thresholds: a pass over a text, two or three more for each budget, into the plan.
 
@@ -194,21 +157,19 @@ def budget(
     What the policy needs beside, further tables or a calibration on the text's first windows, goes into the plan too.
     """
     from ..checkpoint import MoEModel
-    from ..files import file_hash
     from ..plan import Plan, update
     from ..planning import least_reading, map_budgets, most_within, texts_for
     from ..planning.partial import Partial
     from ..provenance import provenance
     from ..runtime.settings import check_budget, check_tables, policy_for
     from ..tables import TABLES
-    from ..text import check_sizes, read_text
 
     read = Plan.load(plan)
     made = policy_for(read, **deciding.settings)
     check_tables(read, made, set(TABLES), calibrates=True)
     wanted = [check_budget(b, read.top_k, made.min_active) for b in parse_budgets(budgets)]
     show.check_writable(plan)
-    check_sizes(window, tokens, batch)
+    check_texts(text or (), window, tokens, batch)
     warn_of_loss([] if budgets == EVERY else wanted, quiet)  # a whole curve is no wish
     if max_kl is not None and not 0 < max_kl < math.inf:
         raise BudgetError(f"--max-kl is a number of nats above 0, such as 0.05; not {max_kl:g}.")
@@ -216,14 +177,11 @@ def budget(
         raise BudgetError(
             "--reads is a part of the experts between 0 and 1, for one or more --sequences, without --max-kl."
         )
-    for path in text or ():
-        read_text(path)  # a text that cannot serve is reported before gigabytes are loaded
     loaded = loading.load(model)
     workloads = texts_for(loaded, model, text or (), window, tokens)
     had = read.check_model(MoEModel.of(loaded).fingerprint(), allow_other_weights)
-    how: dict[str, Any] = {"batch": batch, "correct": correct, "again": again, "judged": fidelity}
-    how |= {"partial": Partial(plan)}
-    record = provenance(loaded.device, {path.name: file_hash(path) for path in text or ()})
+    how: dict[str, Any] = {"correct": correct, "again": again, "judged": fidelity, "partial": Partial(plan)}
+    record = provenance(loaded.device, made_of(*text or ()))
     every, passes, before = [], 0, had
 
     def save(now: Plan) -> None:
@@ -239,7 +197,7 @@ def budget(
             least, had = least_reading(loaded, had, made, windows, reads, sequences)
             note(f"{least:.0%} skipped reads at most {reads:.0%} of the experts of {sequences} sequences")
             wanted = [least] if least else []
-        mapped = map_budgets(loaded, had, made, windows, wanted, save=save, **how)
+        mapped = map_budgets(loaded, had, made, windows, wanted, save=save, batch=batch, **how)
         had = mapped.plan.with_default(windows.workload) if default else mapped.plan
         save(had)
         every += mapped.entries
@@ -247,6 +205,6 @@ def budget(
         if not as_json:
             out.print(show.entries_table(mapped.entries))
             said = f"{len(wanted)} thresholds from {windows.workload.tokens:,} tokens of {windows.workload.name}"
-            show.print_line(out, f"{plan}: {said} in {mapped.passes.count} passes.")
+            say(f"{plan}: {said} in {mapped.passes.count} passes.")
     if as_json:
         print_json({"plan": str(plan), "passes": passes, "thresholds": [show.entry_json(t) for t in every]})

@@ -10,13 +10,13 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from .. import progress
 from ..errors import AceError, OptionError
 from ..files import expand, write_whole
+from . import options as opt
 from . import show
-from .common import AsJson, Device, Model, app, note, out, parse_budgets, print_json
+from .common import app, check_texts, note, out, parse_budgets, print_json, say
+from .options import option
 
 if TYPE_CHECKING:
     from ..reproduce import Setup, Step, Table
@@ -28,29 +28,25 @@ CPU, GPU = 1e10, 4e13  # operations a second that a plain pass reaches, roughly
 
 @app.command(epilog="Example: ace reproduce Qwen/Qwen3-30B-A3B-Instruct-2507 --table fusion --text wiki.test.raw")
 def reproduce(
-    model: Model,
-    text: Annotated[Path, typer.Option(help="WikiText-2's test text, or another.")],
-    table: Annotated[str, typer.Option(help="main, components, fusion, stability, cost, latency or all.")] = "all",
-    folder: Annotated[Path, typer.Option("--out", "-o", help="Folder for everything that is measured.")] = Path(
-        "reproduce"
-    ),
+    model: opt.Model,
+    text: Annotated[Path, option("WikiText-2's test text, or another.")],
+    table: Annotated[str, option("main, components, fusion, stability, cost, latency or all.")] = "all",
+    folder: Annotated[Path, option("Folder for everything that is measured.", "--out", "-o")] = Path("reproduce"),
     workload: Annotated[
-        list[Path] | None, typer.Option(help="A text for stability and cost; give the option once for each.")
+        list[Path] | None, option("A text for stability and cost; give the option once for each.")
     ] = None,
-    budgets: Annotated[str, typer.Option(help="Fractions to skip. The paper's by default.")] = "0.1:0.6:0.1",
-    tasks: Annotated[str, typer.Option(help="For accuracy: paper, or names of tasks.")] = "paper",
-    data: Annotated[
-        Path | None, typer.Option(help="Folder with the tasks' questions. Default: the hub's data.")
-    ] = None,
-    harness: Annotated[str, typer.Option(help="lm-eval or evalscope, which the paper used.")] = "evalscope",
-    limit: Annotated[int | None, typer.Option(help="Questions of each task. Default: all.")] = None,
-    run_code: Annotated[bool, typer.Option("--run-code", help="Allow tasks that run code the model wrote.")] = False,
-    tokens: Annotated[int, typer.Option(help="Tokens of each text.")] = 1 << 18,
-    window: Annotated[int, typer.Option(help="Tokens in a window.")] = 2048,
-    batch: Annotated[int, typer.Option(help="Windows at a time.")] = 1,
-    device: Device = None,
-    dry_run: Annotated[bool, typer.Option(help="Say what would be run, and stop.")] = False,
-    as_json: AsJson = False,
+    budgets: Annotated[str, option("Fractions to skip. The paper's by default.")] = "0.1:0.6:0.1",
+    tasks: Annotated[str, option("For accuracy: paper, or names of tasks.")] = "paper",
+    data: Annotated[Path | None, option("Folder with the tasks' questions. Default: the hub's data.")] = None,
+    harness: opt.HarnessName = "evalscope",
+    limit: opt.Limit = None,
+    run_code: opt.RunCode = False,
+    tokens: opt.TokensOfEach = 1 << 18,
+    window: opt.Window = 2048,
+    batch: opt.Batch = 1,
+    device: opt.Device = None,
+    dry_run: Annotated[bool, option("Say what would be run, and stop.")] = False,
+    as_json: opt.AsJson = False,
 ) -> None:
     """The paper's tables on your model, by the commands you could type yourself; a stopped run goes on where it was.
 
@@ -59,11 +55,8 @@ def reproduce(
     from ..checkpoint.model import called
     from ..reproduce import Setup, tables
     from ..reproduce.reading import filled
-    from ..text import check_sizes, read_text
 
-    check_sizes(window, tokens, batch)
-    for path in (text, *(workload or ())):
-        read_text(path)
+    check_texts((text, *(workload or ())), window, tokens, batch)
     show.check_folder(folder)
     folder = expand(folder)
     where = Setup(
@@ -82,11 +75,12 @@ def reproduce(
         return print_json({"out": str(folder), "refused": state["refused"], "tables": found})
     for each in wanted:
         for part in _parts(found[each.name]):
-            out.print(_shown(each, part))
+            columns, rows = _grid(part)
+            out.print(show.table(each.title, ["", *columns], rows))
     for why in dict.fromkeys(state["refused"].values()):
         names = [name for name, reason in state["refused"].items() if reason == why]
         note(f"{names[0]}{f' and {len(names) - 1} more' if names[1:] else ''}: {why}")
-    show.print_line(out, f"{folder / 'tables.md'}: {sum(map(len, found.values()))} cells")
+    say(f"{folder / 'tables.md'}: {sum(map(len, found.values()))} cells")
 
 
 # ---- before ---------------------------------------------------------------------------------------------------------------
@@ -132,13 +126,9 @@ def _seconds(setup: Setup) -> float:
 
 
 def _span(seconds: float) -> str:
-    return (
-        f"{seconds:.0f} s"
-        if seconds < 100
-        else f"{seconds / 60:.0f} min"
-        if seconds < 6000
-        else f"{seconds / 3600:.1f} h"
-    )
+    if seconds < 6000:
+        return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.1f} h"
 
 
 # ---- running --------------------------------------------------------------------------------------------------------------
@@ -219,11 +209,6 @@ def _parts(found: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
     kinds = dict.fromkeys(cell["column"].split()[-1] for cell in found)
     wide = len({cell["column"] for cell in found}) > WIDEST
     return [[c for c in found if c["column"].split()[-1] == kind] for kind in kinds] if wide else [found]
-
-
-def _shown(table: Table, found: list[dict[str, Any]]) -> Any:
-    columns, rows = _grid(found)
-    return show.table(table.title, ["", *columns], rows)
 
 
 def _page(wanted: list[Table], found: dict[str, list[dict[str, Any]]]) -> str:

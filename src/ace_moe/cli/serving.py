@@ -12,66 +12,45 @@ from typing import Annotated, Any
 import typer
 
 from ..errors import BudgetError, IntegrationError, OptionError
-from .common import (
-    SKIP,
-    AllowOtherWeights,
-    Model,
-    Quiet,
-    Skip,
-    WorkloadName,
-    here,
-    note,
-    warn_of_loss,
-)
+from . import options as opt
+from .common import SKIP, made_of, note, warn_of_loss
 from .groups import Deciding, command
+from .options import option
 from .outputs import check_output
 from .show import check_writable
 
-FORWARDED = {"allow_extra_args": True, "ignore_unknown_options": True}
+PLAN = "The plan: a file, or owner/name. Default: made from the checkpoint and kept."
+TEXT = "Text to map the budget on, where the plan has none for it. Default: the model's own."
+TRACE = "Keep what the routers say of served tokens in this file. It can betray what was said: guard it."
+RESTORE = "Run skipped slots whose expert is read anyway. Default: yes, in decode."
+DRY_RUN = "Check everything, print vLLM's command as JSON and stop; needs no vLLM."
 
 
 @command(
-    context_settings=FORWARDED,
+    context_settings=opt.FORWARDED,
     epilog="Example: ace serve Qwen/Qwen3-30B-A3B --plan plan.safetensors --skip 0.3 --port 8000 --tensor-parallel-size 2",
 )
 def serve(
     context: typer.Context,
-    model: Model,
+    model: opt.Model,
     deciding: Deciding,
-    plan: Annotated[
-        Path | None,
-        typer.Option(
-            help="The plan: a file, or owner/name. Default: made from the checkpoint and kept.", callback=here
-        ),
-    ] = None,
-    skip: Skip = SKIP,
-    skip_prefill: Annotated[float | None, typer.Option(help="Another budget for prompts.")] = None,
-    skip_decode: Annotated[float | None, typer.Option(help="Another budget for generated tokens.")] = None,
-    skip_verify: Annotated[float | None, typer.Option(help="Another budget for drafts that are verified.")] = None,
-    text: Annotated[
-        Path | None,
-        typer.Option(help="Text to map the budget on, where the plan has none for it. Default: the model's own."),
-    ] = None,
-    workload: WorkloadName = None,
-    restore: Annotated[
-        bool | None, typer.Option(help="Run skipped slots whose expert is read anyway. Default: yes, in decode.")
-    ] = None,
-    track: Annotated[bool, typer.Option(help="Thresholds move by themselves to keep the budget.")] = False,
-    skip_max: Annotated[float | None, typer.Option(help="How far the budget may rise under load.")] = None,
-    target_tpot: Annotated[float | None, typer.Option(help="Milliseconds a token may take before it rises.")] = None,
-    trace: Annotated[
-        Path | None,
-        typer.Option(
-            help="Keep what the routers say of served tokens in this file. It can betray what was said: guard it."
-        ),
-    ] = None,
-    trace_tokens: Annotated[int | None, typer.Option(help="How many tokens to trace; then it ends.", min=1)] = None,
-    kernels: Annotated[str, typer.Option(help="Our kernels: auto, on, off or a largest number of tokens.")] = "auto",
-    allow_other_weights: AllowOtherWeights = False,
-    quiet: Quiet = False,
-    dry_run: Annotated[
-        bool, typer.Option(help="Check everything, print vLLM's command as JSON and stop; needs no vLLM.")
-    ] = False,
+    plan: Annotated[Path | None, option(PLAN, callback=opt.here)] = None,
+    skip: opt.Skip = SKIP,
+    skip_prefill: Annotated[float | None, option("Another budget for prompts.")] = None,
+    skip_decode: Annotated[float | None, option("Another budget for generated tokens.")] = None,
+    skip_verify: Annotated[float | None, option("Another budget for drafts that are verified.")] = None,
+    text: Annotated[Path | None, option(TEXT)] = None,
+    workload: opt.WorkloadName = None,
+    restore: Annotated[bool | None, option(RESTORE)] = None,
+    track: Annotated[bool, option("Thresholds move by themselves to keep the budget.")] = False,
+    skip_max: Annotated[float | None, option("How far the budget may rise under load.")] = None,
+    target_tpot: Annotated[float | None, option("Milliseconds a token may take before it rises.")] = None,
+    trace: Annotated[Path | None, option(TRACE)] = None,
+    trace_tokens: Annotated[int | None, option("How many tokens to trace; then it ends.", min=1)] = None,
+    kernels: Annotated[str, option("Our kernels: auto, on, off or a largest number of tokens.")] = "auto",
+    allow_other_weights: opt.AllowOtherWeights = False,
+    quiet: opt.Quiet = False,
+    dry_run: Annotated[bool, option(DRY_RUN)] = False,
 ) -> None:
     """Serve a model with vLLM. MODEL comes first; flags that are not listed here go to vLLM as they are."""
     from ..integrations.vllm.settings import Settings
@@ -150,7 +129,6 @@ def find_plan(model: str, plan: Path | None, settings: Any, text: Path | None) -
 
 def map_missing(model: str, settings: Any, text: Path | None) -> str | None:
     """Thresholds for the budgets that the plan has none for, as `ace budget` maps them; the name of the text to take."""
-    from ..files import file_hash
     from ..integrations.vllm.settings import check_content
     from ..loading import load_model
     from ..plan import Plan, labels, update
@@ -170,8 +148,7 @@ def map_missing(model: str, settings: Any, text: Path | None) -> str | None:
         where = text or "text that the model writes itself"
         note(f"mapping {', '.join(f'{b:.0%}' for b in missing)} on {where}")
         loaded = load_model(model)
-        record = provenance(loaded.device, {} if text is None else {text.name: file_hash(text)})
-        plan = replace(plan, made=(*plan.made, record))
+        plan = replace(plan, made=(*plan.made, provenance(loaded.device, made_of(text))))
         windows = text_for(loaded, model, text)
         plan = map_budgets(
             loaded, plan, policy, windows, missing, save=lambda made: update(settings.plan, read, made)

@@ -8,9 +8,11 @@ from typing import Annotated
 
 import typer
 
+from . import options as opt
 from . import show
-from .common import AsJson, app, here, out, print_json
+from .common import app, out, print_json, say
 from .looking import show_plan
+from .options import option
 from .outputs import check_output
 
 plans = typer.Typer(
@@ -20,12 +22,12 @@ plans = typer.Typer(
 )
 app.add_typer(plans, name="plans")
 Name = Annotated[str, typer.Argument(help="The repository: owner/name.", metavar="OWNER/NAME")]
-PlanFile = Annotated[Path, typer.Argument(help="A plan file, or owner/name.", metavar="PLAN", callback=here)]
-BaseModel = Annotated[str | None, typer.Option(help="The model's own repository, for the card: owner/name.")]
+PlanFile = Annotated[Path, typer.Argument(help="A plan file, or owner/name.", metavar="PLAN", callback=opt.here)]
+BaseModel = Annotated[str | None, option("The model's own repository, for the card: owner/name.")]
 
 
 @plans.callback()
-def kept(context: typer.Context, as_json: AsJson = False) -> None:
+def kept(context: typer.Context, as_json: opt.AsJson = False) -> None:
     """List the plans that are kept: fetched from the hub, or made for models that were given none."""
     from ..sharing.kept import Kept, kept
 
@@ -35,7 +37,7 @@ def kept(context: typer.Context, as_json: AsJson = False) -> None:
     if as_json:
         return print_json([{"name": k.label, "path": str(k.path), "bytes": k.size} for k in found])
     if not found:
-        return show.print_line(out, "No plan is kept. `ace plans get OWNER/NAME` fetches one.")
+        return say("No plan is kept. `ace plans get OWNER/NAME` fetches one.")
 
     def row(plan: Kept) -> list[str]:
         changed = datetime.datetime.fromtimestamp(plan.changed).date().isoformat()
@@ -45,7 +47,7 @@ def kept(context: typer.Context, as_json: AsJson = False) -> None:
 
 
 @plans.command(epilog="Example: ace plans inspect owner/name")
-def inspect(plan: PlanFile, as_json: AsJson = False) -> None:
+def inspect(plan: PlanFile, as_json: opt.AsJson = False) -> None:
     """What is in a plan; a repository's is fetched and kept."""
     from ..plan import Plan
 
@@ -55,14 +57,14 @@ def inspect(plan: PlanFile, as_json: AsJson = False) -> None:
 @plans.command(epilog="Example: ace plans get owner/name -o plan.safetensors")
 def get(
     plan: PlanFile,
-    output: Annotated[Path, typer.Option("--output", "-o", help="Where the copy goes.")] = Path("plan.safetensors"),
+    output: Annotated[Path, option("Where the copy goes.", "--output", "-o")] = Path("plan.safetensors"),
 ) -> None:
     """A copy of a plan that you may write thresholds into."""
     from ..plan import Plan
 
     check_output(output, "plan", plan)
     Plan.load(plan).save(output)
-    show.print_line(out, f"{output}: a copy of {plan.name}.")
+    say(f"{output}: a copy of {plan.name}.")
 
 
 @plans.command(epilog="Example: ace plans push plan.safetensors owner/name --base-model Qwen/Qwen3-30B-A3B")
@@ -70,19 +72,19 @@ def push(
     plan: PlanFile,
     name: Name,
     base_model: BaseModel = None,
-    private: Annotated[bool, typer.Option(help="For you and whom you let in.")] = False,
+    private: Annotated[bool, option("For you and whom you let in.")] = False,
 ) -> None:
     """Publish a plan on the hub, with a card that says what it is."""
     from ..plan import Plan
     from ..sharing import push
 
-    show.print_line(out, f"pushed: {push(Plan.load(plan), name, base_model, private)}")
+    say(f"pushed: {push(Plan.load(plan), name, base_model, private)}")
 
 
 @plans.command(epilog="Example: ace plans clear owner/name")
 def clear(
     name: Annotated[str | None, typer.Argument(help="As `ace plans` lists it. Default: all.", metavar="PLAN")] = None,
-    as_json: AsJson = False,
+    as_json: opt.AsJson = False,
 ) -> None:
     """Forget plans that are kept; files elsewhere stay."""
     from ..sharing.kept import clear
@@ -90,4 +92,4 @@ def clear(
     gone = clear(name)
     if as_json:
         return print_json([k.label for k in gone])
-    show.print_line(out, f"forgotten: {', '.join(k.label for k in gone) or 'none was kept'}")
+    say(f"forgotten: {', '.join(k.label for k in gone) or 'none was kept'}")

@@ -9,58 +9,41 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import OptionError
-from . import show, show_results
-from .common import (
-    SKIP,
-    AllowOtherWeights,
-    AsJson,
-    Device,
-    Expand,
-    Model,
-    PlanPath,
-    WorkloadName,
-    here,
-    out,
-    parse_budgets,
-    print_json,
-)
+from . import options as opt
+from . import show_results
+from .common import SKIP, made_of, out, parse_budgets, print_json, say
 from .groups import Deciding, Loading, command
+from .options import option, plan_option
 from .outputs import check_output
 
 if TYPE_CHECKING:
     from ..ace import ACE
     from ..evaluate.tasks import Harness
 
-OptionalPlan = Annotated[
-    Path | None,
-    typer.Option("--plan", "-p", help="A plan file, or owner/name; without one nothing is skipped.", callback=here),
-]
-Out = Annotated[Path, typer.Option("--out", "-o", help="The results file; if it is there, it is continued.")]
 HARNESSES = ("lm-eval", "evalscope")
 
 
 @command(epilog="Example: ace perplexity Qwen/Qwen3-30B-A3B --text wiki.test.raw --plan plan.safetensors --skip 0.5")
 def perplexity(
-    model: Model,
-    text: Annotated[Path, typer.Option(help="The text, such as wiki.test.raw of WikiText-2.")],
+    model: opt.Model,
+    text: Annotated[Path, option("The text, such as wiki.test.raw of WikiText-2.")],
     deciding: Deciding,
     loading: Loading,
-    plan: OptionalPlan = None,
-    skip: Annotated[float | None, typer.Option(help="The budget. Default: 0.3 with a plan, else nothing.")] = None,
-    protocol: Annotated[str, typer.Option(help="standard, or released: the paper's own code.")] = "standard",
-    workload: WorkloadName = None,
-    window: Annotated[int, typer.Option(help="Tokens in a window.")] = 2048,
-    tokens: Annotated[int | None, typer.Option(help="Tokens of the text to use. Default: all.")] = None,
-    batch: Annotated[int, typer.Option(help="Windows at a time.")] = 1,
-    output: Annotated[Path | None, typer.Option("--out", "-o", help="A file to keep and continue the run in.")] = None,
-    allow_other_weights: AllowOtherWeights = False,
-    as_json: AsJson = False,
+    plan: Annotated[Path | None, plan_option("A plan file, or owner/name; without one nothing is skipped.")] = None,
+    skip: Annotated[float | None, option("The budget. Default: 0.3 with a plan, else nothing.")] = None,
+    protocol: Annotated[str, option("standard, or released: the paper's own code.")] = "standard",
+    workload: opt.WorkloadName = None,
+    window: opt.Window = 2048,
+    tokens: Annotated[int | None, option("Tokens of the text to use. Default: all.")] = None,
+    batch: opt.Batch = 1,
+    output: Annotated[Path | None, option("A file to keep and continue the run in.", "--out", "-o")] = None,
+    allow_other_weights: opt.AllowOtherWeights = False,
+    as_json: opt.AsJson = False,
 ) -> None:
     """WikiText-2 perplexity by protocol, with a 95 % interval and the realised ratio."""
     from ..checkpoint.model import called
     from ..evaluate.perplexity import pieces, protocol_named
     from ..evaluate.quality import run, setup_of
-    from ..files import file_hash
     from ..loading import check_window
     from ..provenance import provenance
     from ..text import check_sizes, read_text
@@ -68,15 +51,14 @@ def perplexity(
     chosen = protocol_named(protocol)
     skip = (0.0 if plan is None else SKIP) if skip is None else skip
     check_sizes(window, tokens, batch)
-    if output is not None:
-        check_output(output, "results", text, plan)
+    check_output(output, "results", text, plan)
     content = read_text(text)
     ace = _ace(plan, skip, allow_other_weights, {**deciding.settings, "workload": workload})
     tokenizer, loaded = loading.load_both(model)
     check_window(loaded, window)
     windows = pieces(chosen, content, tokenizer, loaded.get_input_embeddings().num_embeddings, window, tokens)
     facts = {"model": called(model), "setup": setup_of(loaded, ace, skip, batch)}
-    facts["provenance"] = provenance(loaded.device, {p.name: file_hash(p) for p in (text, plan) if p is not None})
+    facts["provenance"] = provenance(loaded.device, made_of(text, plan))
     with ace(loaded) if ace else nullcontext():
         results = run(loaded, ace, chosen, windows, output, facts, batch)
     if as_json:
@@ -98,33 +80,28 @@ def _ace(plan: Path | None, skip: float, other: bool, options: dict[str, Any]) -
     "eval", epilog="Example: ace eval Qwen/Qwen3-30B-A3B --plan plan.safetensors --skip 0,0.5 --tasks arc_easy,piqa"
 )
 def evaluate_tasks(
-    model: Model,
-    plan: PlanPath,
-    tasks: Annotated[str, typer.Option(help="paper, names such as arc_easy,piqa, or any task of the harness.")],
+    model: opt.Model,
+    plan: opt.PlanPath,
+    tasks: Annotated[str, option("paper, names such as arc_easy,piqa, or any task of the harness.")],
     deciding: Deciding,
-    skip: Annotated[
-        str, typer.Option(help="Budgets; with 0 among them the others are compared with it.")
-    ] = f"0,{SKIP}",
-    data: Annotated[Path | None, typer.Option(help="Folder with arc_easy.jsonl … Default: the hub's data.")] = None,
-    harness: Annotated[str, typer.Option(help="lm-eval or evalscope, which the paper used.")] = "lm-eval",
-    limit: Annotated[int | None, typer.Option(help="Questions of each task. Default: all.")] = None,
-    run_code: Annotated[bool, typer.Option("--run-code", help="Allow tasks that run code the model wrote.")] = False,
-    max_new_tokens: Annotated[int | None, typer.Option(help="Cap on generated tokens. Default: the paper's.")] = None,
-    chat: Annotated[bool, typer.Option(help="Ask through the model's chat template (lm-eval).")] = False,
-    output: Annotated[Path, typer.Option("--out", "-o", help="The results; if it is there, it is continued.")] = Path(
-        "eval.json"
-    ),
-    workload: WorkloadName = None,
-    batch: Annotated[int, typer.Option(help="Questions at a time.")] = 1,
-    device: Device = None,
-    expand: Expand = False,
-    as_json: AsJson = False,
+    skip: Annotated[str, option("Budgets; with 0 among them the others are compared with it.")] = f"0,{SKIP}",
+    data: Annotated[Path | None, option("Folder with arc_easy.jsonl … Default: the hub's data.")] = None,
+    harness: opt.HarnessName = "lm-eval",
+    limit: opt.Limit = None,
+    run_code: opt.RunCode = False,
+    max_new_tokens: Annotated[int | None, option("Cap on generated tokens. Default: the paper's.")] = None,
+    chat: Annotated[bool, option("Ask through the model's chat template (lm-eval).")] = False,
+    output: Annotated[Path, option("The results; if it is there, it is continued.", "--out", "-o")] = Path("eval.json"),
+    workload: opt.WorkloadName = None,
+    batch: Annotated[int, option("Questions at a time.")] = 1,
+    device: opt.Device = None,
+    expand: opt.Expand = False,
+    as_json: opt.AsJson = False,
 ) -> None:
     """Accuracy on tasks, zero-shot and greedy, with intervals and paired differences to the unskipped model."""
     from ..evaluate import tasks as of
     from ..evaluate.sandbox import check_allowed
     from ..evaluate.subject import identity_of
-    from ..files import file_hash
     from ..loading import check_device, default_device
 
     check_output(output, "results", plan)
@@ -140,7 +117,8 @@ def evaluate_tasks(
             check_allowed(run_code, name)
     rows = {n: of.read_rows(t, path) for n, t in known.items() if (path := of.find_file(t, data)) is not None}
     options = deciding.settings | ({"workload": workload} if workload else {})
-    made = _harness(harness, model, plan, options, device, batch, max_new_tokens, chat, expand)
+    given: dict[str, Any] = {"plan": str(plan), **options, **({"expand": True} if expand else {})}
+    made = _harness(harness, model, device, batch, max_new_tokens, chat, given)
     settled = made.ace.policy.settings
     assert made.ace.attachment is not None
     identity = {
@@ -148,33 +126,20 @@ def evaluate_tasks(
         **{"harness": harness, "limit": limit, "policy": settled, "batch": batch, "cap": max_new_tokens, "chat": chat},
         **({"expand": True} if expand else {}),
     }
-    facts = {
-        **of.facts(model, device, {plan.name: file_hash(plan)}),
-        "settings": of.describe(settled, harness),
-    }
+    facts = {**of.facts(model, device, made_of(plan)), "settings": of.describe(settled, harness)}
     results = of.evaluate(made, names, skips, rows, limit, output, identity, facts)
     if as_json:
         return print_json(results)
     out.print(show_results.tasks_table(results))
-    show.print_line(out, f"{output}: {len(results['cells'])} results. Next: ace report {output}")
+    say(f"{output}: {len(results['cells'])} results. Next: ace report {output}")
 
 
 def _harness(
-    name: str,
-    model: str,
-    plan: Path,
-    options: dict[str, Any],
-    device: str,
-    batch: int,
-    cap: int | None,
-    chat: bool,
-    expand: bool,
+    name: str, model: str, device: str, batch: int, cap: int | None, chat: bool, given: dict[str, Any]
 ) -> Harness:
-    given: dict[str, Any] = {"plan": str(plan), **options}
     if name == "lm-eval":
         from ..harnesses.lm_eval import AceLM, LmEval
 
-        given |= {"expand": True} if expand else {}
         return LmEval(AceLM(model, batch_size=batch, device=device, **given), chat=chat, cap=cap)
     from ..harnesses.evalscope import AceAPI, EvalScope
 
@@ -188,7 +153,7 @@ def check_harness(name: str) -> None:
 
 @command(
     "lm-eval",
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    context_settings=opt.FORWARDED,
     epilog="Example: ace lm-eval --model ace --model_args pretrained=MODEL,plan=plan.safetensors,skip=0.5 --tasks arc_easy",
 )
 def lm_eval(context: typer.Context) -> None:

@@ -11,19 +11,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import OptionError
+from . import options as opt
 from . import show
-from .common import (
-    AllowOtherWeights,
-    AsJson,
-    Model,
-    WorkloadName,
-    here,
-    note,
-    out,
-    parse_budgets,
-    print_json,
-)
+from .common import check_texts, made_of, note, out, parse_budgets, print_json, say
 from .groups import Deciding, Loading, command
+from .options import option
 from .outputs import check_output
 
 if TYPE_CHECKING:
@@ -34,26 +26,25 @@ if TYPE_CHECKING:
     from ..traces.simulate import Simulation
     from ..traces.timing import Cost
 
-Tables = Annotated[
-    Path | None, typer.Option("--plan", "-p", help="The plan: a file, or owner/name.", metavar="PLAN", callback=here)
-]
+
+TRACE = "A file of ace trace or ace serve --trace; or .npz of returned experts."
 
 
 @command(epilog="Example: ace trace Qwen/Qwen3-30B-A3B --text sample.txt -o sample.trace")
 def trace(
-    model: Model,
-    text: Annotated[Path, typer.Option(help="Text of the kind the model serves: .txt, or .jsonl with `text`.")],
+    model: opt.Model,
+    text: Annotated[Path, option("Text of the kind the model serves: .txt, or .jsonl with `text`.")],
     deciding: Deciding,
     loading: Loading,
-    output: Annotated[Path, typer.Option("--out", "--output", "-o", help="Where the trace goes.")] = Path("ace.trace"),
-    plan: Tables = None,
-    skip: Annotated[float, typer.Option(help="Trace under this budget, which needs a plan.")] = 0.0,
-    workload: WorkloadName = None,
-    tokens: Annotated[int, typer.Option(help="Tokens of the text to read.")] = 16384,
-    window: Annotated[int, typer.Option(help="Tokens in a window; each window counts as a request.")] = 256,
-    batch: Annotated[int, typer.Option(help="Windows at a time.")] = 1,
-    allow_other_weights: AllowOtherWeights = False,
-    as_json: AsJson = False,
+    output: Annotated[Path, option("Where the trace goes.", "--out", "--output", "-o")] = Path("ace.trace"),
+    plan: opt.OptionalPlan = None,
+    skip: Annotated[float, option("Trace under this budget, which needs a plan.")] = 0.0,
+    workload: opt.WorkloadName = None,
+    tokens: Annotated[int, option("Tokens of the text to read.")] = 16384,
+    window: Annotated[int, option("Tokens in a window; each window counts as a request.")] = 256,
+    batch: opt.Batch = 1,
+    allow_other_weights: opt.AllowOtherWeights = False,
+    as_json: opt.AsJson = False,
 ) -> None:
     """Keep what the routers say of a text: experts and gates of every slot, at most 2.2 bytes each.
 
@@ -61,20 +52,14 @@ def trace(
     of served requests.
     """
     from ..loading import load_windows
-    from ..text import check_sizes, read_text
     from ..traces.file import save_trace
     from ..traces.reading import read
 
     check_output(output, "trace", text, plan)
-    check_sizes(window, tokens, batch)
-    read_text(text)
+    check_texts([text], window, tokens, batch)
     if skip and plan is None:
         raise OptionError(f"Skipping {skip:.0%} needs a plan: give one with --plan, made by `ace tables`.")
-    options = {
-        "workload": workload,
-        "allow_other_weights": allow_other_weights,
-        **deciding.settings,
-    }
+    options = {"workload": workload, "allow_other_weights": allow_other_weights, **deciding.settings}
     tokenizer, loaded = loading.load_both(model)
     windows = load_windows(loaded, tokenizer, text, window, tokens)
     with _under(loaded, plan, skip, options) as runtime:
@@ -84,7 +69,7 @@ def trace(
     if as_json:
         return print_json({"trace": str(output), "tokens": len(found), "slots": slots, "bytes": size})
     said = f"{len(found):,} tokens of {len(windows.ids)} windows, {slots:,} slots, {size / slots:.2f} bytes each"
-    show.print_line(out, f"{output}: {said}. Next: ace simulate {output}")
+    say(f"{output}: {said}. Next: ace simulate {output}")
 
 
 @contextmanager
@@ -106,33 +91,29 @@ def _under(model: PreTrainedModel, plan: Path | None, skip: float, options: dict
 
 @command(epilog="Example: ace simulate sample.trace --policy share --skip 0.2,0.4 --batch 1,8,32 --bench latency.json")
 def simulate(
-    trace: Annotated[
-        Path, typer.Argument(help="A file of ace trace or ace serve --trace; or .npz of returned experts.")
-    ],
+    trace: Annotated[Path, typer.Argument(help=TRACE)],
     deciding: Deciding,
-    plan: Tables = None,
-    skip: Annotated[str, typer.Option(help="Fractions to skip: 0.3, 0.2,0.4 or from:to:step.")] = "0.2,0.3,0.4",
-    batch: Annotated[str, typer.Option(help="Sequences of a decode step.")] = "1,8,32",
-    bench: Annotated[Path | None, typer.Option(help="Times of ace bench: what a step would take there.")] = None,
-    ranks: Annotated[int | None, typer.Option(help="Experts over so many ranks, in contiguous blocks.", min=1)] = None,
-    seed: Annotated[int, typer.Option(help="Of the steps that are drawn.")] = 0,
-    output: Annotated[Path | None, typer.Option("--out", "-o", help="The results, for ace report.")] = None,
-    as_json: AsJson = False,
+    plan: opt.OptionalPlan = None,
+    skip: Annotated[str, option("Fractions to skip: 0.3, 0.2,0.4 or from:to:step.")] = "0.2,0.3,0.4",
+    batch: Annotated[str, option("Sequences of a decode step.")] = "1,8,32",
+    bench: Annotated[Path | None, option("Times of ace bench: what a step would take there.")] = None,
+    ranks: Annotated[int | None, option("Experts over so many ranks, in contiguous blocks.", min=1)] = None,
+    seed: Annotated[int, option("Of the steps that are drawn.")] = 0,
+    output: Annotated[Path | None, option("The results, for ace report.", "--out", "-o")] = None,
+    as_json: opt.AsJson = False,
 ) -> None:
     """What a policy would skip on a trace, and how many experts a decode step would read. No model is loaded.
 
     Thresholds are quantiles of the trace. Steps are drawn from different requests.
     """
     from ..evaluate.store import SCHEMA, write_json
-    from ..files import file_hash
     from ..plan import Plan
     from ..policies import choose
     from ..provenance import provenance
     from ..traces.simulate import Simulation
     from ..traces.timing import cost_of
 
-    if output is not None:
-        check_output(output, "results", trace, plan, bench)
+    check_output(output, "results", trace, plan, bench)
     found = _load(trace)
     made = choose(**deciding.settings)
     wanted, sizes = parse_budgets(skip), _sizes(batch)
@@ -143,18 +124,14 @@ def simulate(
     facts = {"trace": trace.name, "model": found.model, "tokens": len(found), "under": found.shared()}
     results = {**facts, "policy": made.settings, "seed": seed, "rows": rows}
     if output is not None:
-        record = provenance(inputs={trace.name: file_hash(trace)})
-        write_json(
-            output,
-            {"schema": SCHEMA, "kind": "simulate", "command": record["command"], **results, "provenance": record},
-        )
+        record = provenance(inputs=made_of(trace))
+        head = {"schema": SCHEMA, "kind": "simulate", "command": record["command"]}
+        write_json(output, {**head, **results, "provenance": record})
     if as_json:
         return print_json(results)
     out.print(_table(made.key, rows))
     under = ", ".join(f"{n:,} under {skip}" for skip, n in found.shared().items())
-    show.print_line(
-        out, f"{trace}: {len(found):,} tokens of {len(found.requests.unique())} requests ({under}), computed."
-    )
+    say(f"{trace}: {len(found):,} tokens of {len(found.requests.unique())} requests ({under}), computed.")
     for unlike in _unlike(found, wanted):
         note(unlike)
 
@@ -180,12 +157,9 @@ def _row(
     simulation: Simulation, budget: float, tau: float, size: int, seed: int, ranks: int | None, cost: Cost | None
 ) -> dict[str, Any]:
     found = simulation.count(tau, simulation.steps(size, seed), ranks)
-    tpot = (
-        {}
-        if cost is None
-        else {"tpot_ms": cost.tpot(size, found.reads), "tpot_unskipped_ms": cost.tpot(size, found.asked)}
-    )
-    row = {"batch": size, "skip": budget, "threshold": tau, "skipped": simulation.ratio(tau), **asdict(found), **tpot}
+    row = {"batch": size, "skip": budget, "threshold": tau, "skipped": simulation.ratio(tau), **asdict(found)}
+    if cost is not None:
+        row |= {"tpot_ms": cost.tpot(size, found.reads), "tpot_unskipped_ms": cost.tpot(size, found.asked)}
     return {name: value for name, value in row.items() if value is not None}
 
 

@@ -6,74 +6,55 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
 from rich.table import Table
 
+from . import options as opt
 from . import show
-from .common import (
-    AllowOtherWeights,
-    AsJson,
-    Model,
-    PlanPath,
-    note,
-    out,
-    parse_budgets,
-    print_json,
-)
+from .common import check_texts, made_of, note, out, parse_budgets, print_json, say
 from .groups import Loading, command
+from .options import option
 
 if TYPE_CHECKING:
     from ..plan import Plan
 
 SHOWN = 12  # candidates of a table
+TEXT = "Unlabelled text of the kind the model will serve. Default: the model writes its own."
+MEAN = "Also try the mean of skipped experts, which vLLM does not run: it then gets the next best."
+ALIGNED = "Also try aligned sums: torch path of transformers, and these budgets, alone."
 
 
 @command(epilog="Example: ace tune Qwen/Qwen3-30B-A3B --plan qwen3.safetensors --text sample.txt")
 def tune(
-    model: Model,
-    plan: PlanPath,
+    model: opt.Model,
+    plan: opt.PlanPath,
     loading: Loading,
-    text: Annotated[
-        Path | None,
-        typer.Option(help="Unlabelled text of the kind the model will serve. Default: the model writes its own."),
-    ] = None,
-    budgets: Annotated[
-        str, typer.Option(help="Fractions to skip that count: 0.5, 0.4,0.6 or from:to:step.")
-    ] = "0.4:0.6:0.1",
-    window: Annotated[int, typer.Option(help="Tokens in a window.")] = 1024,
-    tokens: Annotated[int, typer.Option(help="Tokens of the text to use; a quarter is held out.")] = 16384,
-    mean: Annotated[
-        bool,
-        typer.Option(help="Also try the mean of skipped experts, which vLLM does not run: it then gets the next best."),
-    ] = True,
-    aligned: Annotated[
-        bool, typer.Option(help="Also try aligned sums: torch path of transformers, and these budgets, alone.")
-    ] = False,
-    allow_other_weights: AllowOtherWeights = False,
-    as_json: AsJson = False,
+    text: Annotated[Path | None, option(TEXT)] = None,
+    budgets: Annotated[str, option("Fractions to skip that count: 0.5, 0.4,0.6 or from:to:step.")] = "0.4:0.6:0.1",
+    window: opt.Window = 1024,
+    tokens: Annotated[int, option("Tokens of the text to use; a quarter is held out.")] = 16384,
+    mean: Annotated[bool, option(MEAN)] = True,
+    aligned: Annotated[bool, option(ALIGNED)] = False,
+    allow_other_weights: opt.AllowOtherWeights = False,
+    as_json: opt.AsJson = False,
 ) -> None:
     """Find the score, gain, layer factors and floor that move this model's predictions least, and recommend them in the plan.
 
     A run that was stopped goes on where it was. Afterwards `policy auto`, the default everywhere, is what was found.
     """
     from ..checkpoint import MoEModel
-    from ..files import file_hash
     from ..plan import Plan, update
     from ..planning import text_for
     from ..planning import tune as search
     from ..provenance import provenance
     from ..runtime.settings import check_budget
-    from ..text import check_sizes, read_text
 
     read = Plan.load(plan)
     wanted = [check_budget(b, read.top_k) for b in parse_budgets(budgets)]
     show.check_writable(plan)
-    check_sizes(window, tokens)
-    if text is not None:
-        read_text(text)  # a text that cannot serve is reported before gigabytes are loaded
+    check_texts(filter(None, [text]), window, tokens)
     loaded = loading.load(model)
     had = read.check_model(MoEModel.of(loaded).fingerprint(), allow_other_weights)
-    record = provenance(loaded.device, {} if text is None else {text.name: file_hash(text)})
+    record = provenance(loaded.device, made_of(text))
 
     def save(now: Plan) -> None:
         update(plan, read, replace(now, made=(*had.made, record)))
@@ -87,18 +68,14 @@ def tune(
     _warn(found.recommendation)
     label = found.recommendation["evidence"]["choice"]["label"]
     following = f'ace run {model} --plan {plan} --skip {wanted[0]:g} --prompt "…"'
-    show.print_line(out, f"{plan}: {label} is recommended. Next: {following}")
+    say(f"{plan}: {label} is recommended. Next: {following}")
 
 
 def _tried(tried: list[dict[str, Any]], budgets: list[float]) -> Table:
-    rows = [
-        [
-            row["label"],
-            str(row["windows"]),
-            *(f"{kl:.4f} {c:+.1%}" for kl, c in zip(row["kl"], row["perplexity_change"], strict=True)),
-        ]
-        for row in tried[:SHOWN]
-    ]
+    rows = []
+    for row in tried[:SHOWN]:
+        pairs = zip(row["kl"], row["perplexity_change"], strict=True)
+        rows.append([row["label"], str(row["windows"]), *(f"{kl:.4f} {change:+.1%}" for kl, change in pairs)])
     title = f"the best of {len(tried)} candidates: KL and change of perplexity where they were chosen"
     return show.table(title, ["candidate", "windows", *(f"{b:.0%}" for b in budgets)], rows)
 
