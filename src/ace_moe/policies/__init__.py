@@ -1,9 +1,8 @@
 """Policies: methods that decide slots, by name."""
 
-from .ace import Ace
 from .base import Decision, Policy, Routing, Tables, TokenPolicy
+from .forms import Ace, Gsp, Rcr, Share
 from .registry import AUTO, POLICIES, PRESETS, choose, find, make, parse
-from .single import Gsp, Rcr, Share
 
 __all__ = [
     "AUTO",
