@@ -69,6 +69,8 @@ def _clock(seconds: float) -> str:
 
 
 class Sink(Protocol):
+    """Who is told of tasks; what it does not care about it leaves out."""
+
     def began(self, task: Task) -> None: ...
     def moved(self, task: Task) -> None: ...
     def ended(self, task: Task) -> None: ...
@@ -103,20 +105,16 @@ def shown(sink: Sink) -> Iterator[None]:
         SINK.reset(before)
 
 
-class Calls:
+class Calls(Sink):
     """A function of the caller: what is under way, how much of it is done, and of how much if that is known."""
 
     def __init__(self, call: Callable[[str, int, int | None], object]):
         self.call = call
 
-    def began(self, task: Task) -> None:
-        self.moved(task)
-
     def moved(self, task: Task) -> None:
         self.call(task.label, task.done, task.total)
 
-    def ended(self, task: Task) -> None:
-        pass
+    began = moved
 
 
 def told(call: Callable[[str, int, int | None], object] | None) -> Callable[[], AbstractContextManager[None]]:
@@ -124,7 +122,7 @@ def told(call: Callable[[str, int, int | None], object] | None) -> Callable[[], 
     return nullcontext if call is None else lambda: shown(Calls(call))
 
 
-class Log:
+class Log(Sink):
     """Plain lines for what is no terminal: nothing for short work, then one now and again."""
 
     def __init__(self, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic):
