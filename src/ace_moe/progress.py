@@ -69,8 +69,6 @@ def _clock(seconds: float) -> str:
 
 
 class Sink(Protocol):
-    """Who is told of tasks; what it does not care about it leaves out."""
-
     def began(self, task: Task) -> None: ...
     def moved(self, task: Task) -> None: ...
     def ended(self, task: Task) -> None: ...
@@ -105,7 +103,7 @@ def shown(sink: Sink) -> Iterator[None]:
         SINK.reset(before)
 
 
-class Calls(Sink):
+class Calls:
     """A function of the caller: what is under way, how much of it is done, and of how much if that is known."""
 
     def __init__(self, call: Callable[[str, int, int | None], object]):
@@ -116,13 +114,16 @@ class Calls(Sink):
 
     began = moved
 
+    def ended(self, task: Task) -> None:
+        pass
+
 
 def told(call: Callable[[str, int, int | None], object] | None) -> Callable[[], AbstractContextManager[None]]:
     """What to work in so that a function hears of progress; without a function, nothing."""
     return nullcontext if call is None else lambda: shown(Calls(call))
 
 
-class Log(Sink):
+class Log:
     """Plain lines for what is no terminal: nothing for short work, then one now and again."""
 
     def __init__(self, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -106,7 +107,9 @@ class MoELayer:
 
     def to(self, device: str | torch.device) -> MoELayer:
         """The same layer with its tensors on another device."""
-        moved = {n: value.to(device) for n, value in vars(self).items() if isinstance(value, Tensor | Stack)}
+        moved: dict[str, Any] = {
+            n: value.to(device) for n, value in vars(self).items() if isinstance(value, Tensor | Stack)
+        }
         return replace(self, **moved)
 
     def chunks(self) -> Iterator[slice]:

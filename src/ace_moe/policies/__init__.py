@@ -5,20 +5,6 @@ from .forms import Ace, Gsp, Rcr, Share
 from .registry import AUTO, POLICIES, PRESETS, choose, find, make, parse
 
 __all__ = [
-    "AUTO",
-    "POLICIES",
-    "PRESETS",
-    "Ace",
-    "Decision",
-    "Gsp",
-    "Policy",
-    "Rcr",
-    "Routing",
-    "Share",
-    "Tables",
-    "TokenPolicy",
-    "choose",
-    "find",
-    "make",
-    "parse",
-]
+    "AUTO", "POLICIES", "PRESETS", "Ace", "Decision", "Gsp", "Policy", "Rcr", "Routing", "Share", "Tables",
+    "TokenPolicy", "choose", "find", "make", "parse",
+]  # fmt: skip
