@@ -69,11 +69,10 @@ class Mapped:
     plan: Plan
     fits: list[Fit]
     passes: Passes
-    windows: Windows
 
     @property
     def entries(self) -> list[Threshold]:
-        of = {t.budget: t for t in self.plan.thresholds if _of(t, self.passes.policy, self.windows)}
+        of = {t.budget: t for t in self.plan.thresholds if _of(t, self.passes.policy, self.passes.windows)}
         return [of[fit.budget] for fit in self.fits]
 
 
@@ -116,7 +115,7 @@ def map_budgets(
                 task.advance()
     if judged:
         plan = _judged(model, plan, policy, windows, [fits[b] for b in wanted], batch)
-    return Mapped(plan, [fits[b] for b in wanted], passes, windows)
+    return Mapped(plan, [fits[b] for b in wanted], passes)
 
 
 def _judged(

@@ -120,7 +120,7 @@ class Policy(ABC):
     def reroute(self, routing: Routing, ids: Tensor, gates: Tensor, keep: Tensor) -> Decision:
         """The decision that runs other slots than the routed ones: the gain compares their gates with the router's."""
         before, after = routing.gates.float(), torch.where(keep, gates.float(), 0.0)
-        scaled = after * _gain_between(before, after, self.gain, routing.constant)
+        scaled = after * rule.gain_factor(before, after, self.gain, routing.constant)
         changed = (~keep | (ids != routing.ids)).any(-1, keepdim=True)
         return Decision(ids, torch.where(changed, scaled.to(routing.gates.dtype), routing.gates), keep)
 
@@ -139,16 +139,6 @@ def _named(gain: object) -> Gain:
             f"plan, or {ALIGNED} for a policy that decides token by token and nothing else in `compensate`; not {gain!r}."
         )
     return f"{value:g}"
-
-
-def _gain_between(before: Tensor, after: Tensor, gain: Gain, constant: Tensor | None) -> Tensor:
-    """`rule.gain_factor` for gates that were changed as well as left out; [T, 1]."""
-    if gain == "none" or gain not in GAINS:
-        return rule.gain_factor(before, before > 0, gain, constant)
-    power = 2 if gain == "power" else 1
-    every, kept = (g.pow(power).sum(-1, keepdim=True) for g in (before, after))
-    factor = torch.where(kept > 0, every / kept, 1.0)
-    return factor.sqrt() if gain == "power" else factor
 
 
 @dataclass(frozen=True, kw_only=True)
