@@ -51,7 +51,7 @@ def perturbation_bound(gates: Tensor, keep: Tensor, largest: Tensor, gain: rule.
     """
     g = gates.float()
     skipped, kept = torch.where(keep, 0.0, g).sum(-1), torch.where(keep, g, 0.0).sum(-1)
-    factor = torch.where(keep.all(-1), 1.0, rule.gain_factor(gates, keep, gain).squeeze(-1))
+    factor = torch.where(keep.all(-1), 1.0, rule.gain_factor(gates, torch.where(keep, gates, 0.0), gain).squeeze(-1))
     return (skipped + (factor - 1).abs() * kept) * largest
 
 

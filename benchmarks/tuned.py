@@ -22,8 +22,8 @@ from ace_moe.loading import load_model
 from ace_moe.planning import text_for, tune
 from ace_moe.planning.candidates import BASELINE, SCORES, key_of, label
 from ace_moe.planning.evidence import Evidence, Part, logs_at
-from ace_moe.planning.journal import Journal
 from ace_moe.planning.trials import Trials
+from ace_moe.planning.unfinished import Journal
 from ace_moe.policies import PRESETS, TokenPolicy, make
 from ace_moe.provenance import provenance
 from ace_moe.statistics import relative_change

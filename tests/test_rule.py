@@ -176,7 +176,7 @@ def test_min_mass_protects_the_slot_that_would_cross():
 def test_fusion(fusion):
     a, b = torch.tensor([0.2, 0.6]), torch.tensor([0.4, 0.1])
     expected = {"max": [0.4, 0.6], "min": [0.2, 0.1], "mean": [0.3, 0.35]}[fusion]
-    torch.testing.assert_close(rule.fuse(a, b, fusion), torch.tensor(expected))
+    torch.testing.assert_close(rule.FUSE[fusion](a, b), torch.tensor(expected))
 
 
 @pytest.mark.parametrize(

@@ -75,7 +75,7 @@ class ACE:
         self.plan, self.workload, self.allow_other_weights = plan, workload, allow_other_weights
         self.policy, self.dispatch = policy_for(plan, policy, preset, workload, **settings), dispatch
         check_tables(plan, self.policy, set(TABLES), calibrates=pending is not None)
-        self._attachment: Attachment | None = None
+        self.attachment: Attachment | None = None
         self._pending, self._votes = pending, {"restore": restore, "reads": reads}
         self.control = check_control(control, self.policy)
         self.runtime = Runtime(plan, self.policy, BUDGETS, **self._votes)
@@ -119,7 +119,7 @@ class ACE:
     def __repr__(self) -> str:
         asked = self._pending.skip if self._pending else self.skip
         budget = f"threshold {self.thresholds[1]:.4g}" if asked is None else f"skip={asked}"
-        state = f"attached, {self.realised:.1%} skipped" if self._attachment is not None else "not attached"
+        state = f"attached, {self.realised:.1%} skipped" if self.attachment is not None else "not attached"
         return f"ACE({self.plan.model or 'model'}: policy={self.policy.key!r}, {budget}, gain={self.policy.gain!r}, {state})"
 
     @property
@@ -151,10 +151,10 @@ class ACE:
         """Inside, each sequence of a batch has the budget at its place; `report()["requests"]` tells them apart."""
         if self.policy.aligned:
             raise BudgetError("Under `aligned` sequences have one budget: its statistics are of one τ.")
-        if self._attachment is None:
+        if self.attachment is None:
             raise IntegrationError("Budgets for single sequences need an attached model: `ace.attach(model)` first.")
         numbers = torch.tensor([self._number(budget) for budget in budgets])
-        with self._attachment.told(budgets=numbers):
+        with self.attachment.told(budgets=numbers):
             yield
 
     def _number(self, skip: Skip) -> int:
@@ -203,7 +203,7 @@ class ACE:
 
     def attach(self, model: PreTrainedModel) -> ACE:
         """Check that the plan belongs to this model, then skip in it until `detach`."""
-        if self._attachment is not None and self._attachment.active:
+        if self.attachment is not None and self.attachment.active:
             raise IntegrationError("This plan is attached to a model already. Call `ace.detach()` first.")
         inner = base_of(model)
         with CHANGING:  # no other thread puts parts in or takes them out while the model is looked at
@@ -214,7 +214,7 @@ class ACE:
         if self._pending is not None:
             self._map(inner, self._pending)
         runtime = Runtime(self.plan, self.policy, BUDGETS, **self._votes)
-        self._attachment = Attachment(inner, runtime, moe.sites, self.dispatch)
+        self.attachment = Attachment(inner, runtime, moe.sites, self.dispatch)
         runtime.take_over(self.runtime)
         self.runtime = runtime
         return self
@@ -230,13 +230,9 @@ class ACE:
 
     def detach(self) -> None:
         """The model is as it was; the counters stay readable."""
-        if self._attachment is not None:
-            self._attachment.remove()
-            self._attachment = None
-
-    @property
-    def attachment(self) -> Attachment | None:
-        return self._attachment
+        if self.attachment is not None:
+            self.attachment.remove()
+            self.attachment = None
 
     # ---- what happened ------------------------------------------------------------------------------------------
 

@@ -61,6 +61,13 @@ class IntegrationError(AceError):
     """A model or engine cannot be attached, or skipping could not take effect."""
 
 
+def no_numbers(what: str) -> ModelError:
+    return ModelError(
+        f"The model gives {what} that are not numbers (NaN). Its weights are damaged or its precision is too low for them; "
+        "download it again, or load it in bfloat16 or float32."
+    )
+
+
 def brief(error: BaseException) -> str:
     """The first line of another library's error, for the middle of a sentence of ours."""
     lines = str(error).strip().splitlines()

@@ -153,8 +153,4 @@ def load_windows(
     """The text as windows of this model's tokens."""
     check_window(model, window)
     found = Text.of(text)
-    return cut(found.content, tokenizer, window, tokens, _vocabulary(model), found.name)
-
-
-def _vocabulary(model: PreTrainedModel) -> int:
-    return model.get_input_embeddings().num_embeddings
+    return cut(found.content, tokenizer, window, tokens, model.get_input_embeddings().num_embeddings, found.name)

@@ -109,11 +109,10 @@ class Calls:
     def __init__(self, call: Callable[[str, int, int | None], object]):
         self.call = call
 
-    def began(self, task: Task) -> None:
-        self.moved(task)
-
     def moved(self, task: Task) -> None:
         self.call(task.label, task.done, task.total)
+
+    began = moved
 
     def ended(self, task: Task) -> None:
         pass

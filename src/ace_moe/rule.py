@@ -10,7 +10,7 @@ loses nothing gets the router's own gates back.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -49,7 +49,7 @@ def contribution(form: Form, gates: Tensor, ids: Tensor, tables: Mapping[str, Te
     views = [_view(form, gates, ids, tables[name]) for name in form.tables] or [_view(form, gates, ids)]
     c = views[0]
     for other in views[1:]:
-        c = fuse(c, other, form.fusion)
+        c = FUSE[form.fusion](c, other)
     if form.cumulative:
         c = residual(c, gates, ids)
     return c if form.factor is None else c * tables[form.factor]
@@ -90,11 +90,10 @@ def residual(shares: Tensor, gates: Tensor, ids: Tensor) -> Tensor:
     return (1 - torch.where(before, shares.unsqueeze(-2), 0.0).sum(-1)).clamp(0, 1)
 
 
-def fuse(first: Tensor, second: Tensor, how: Fusion) -> Tensor:
-    """One contribution from two views; `max` skips a slot only if both views call it low."""
-    if how == "max":
-        return torch.maximum(first, second)
-    return torch.minimum(first, second) if how == "min" else (first + second) / 2
+# One contribution from two views; `max` skips a slot only if both views call it low.
+FUSE: dict[Fusion, Callable[[Tensor, Tensor], Tensor]] = {
+    "max": torch.maximum, "min": torch.minimum, "mean": lambda first, second: (first + second) / 2,
+}  # fmt: skip
 
 
 def top_slot(gates: Tensor, ids: Tensor) -> Tensor:
@@ -138,27 +137,27 @@ def weigh(protected: Tensor, factor: Tensor) -> Tensor:
     return torch.where(factor.isinf(), torch.inf, protected * factor)
 
 
-def gain_factor(gates: Tensor, keep: Tensor, gain: Gain, constant: Tensor | None = None) -> Tensor:
-    """What kept gates are multiplied by, [T, 1], fp32.
+def gain_factor(before: Tensor, after: Tensor, gain: Gain, constant: Tensor | None = None) -> Tensor:
+    """What the gates `after` skipping (0 where nothing runs) are multiplied by, [T, 1], fp32; g are those `before`.
 
     kept: Σ_all g / Σ_I g (the paper)   power: sqrt(Σ_all g² / Σ_I g²)   none: 1   otherwise `constant` [], or the number
     """
-    g = gates.float()
+    one = torch.ones_like(before[..., :1], dtype=torch.float32)
     if gain not in GAINS:
-        return torch.ones_like(g[..., :1]) * (float(gain) if constant is None else constant)
+        return one * (float(gain) if constant is None else constant)
     if gain == "none":
-        return torch.ones_like(g[..., :1])
-    g = g.square() if gain == "power" else g
-    every, kept = g.sum(-1, keepdim=True), torch.where(keep, g, 0.0).sum(-1, keepdim=True)
+        return one
+    squared = gain == "power"
+    every, kept = ((g.float().square() if squared else g.float()).sum(-1, keepdim=True) for g in (before, after))
     factor = torch.where(kept > 0, every / kept, 1.0)
-    return factor.sqrt() if gain == "power" else factor
+    return factor.sqrt() if squared else factor
 
 
 def rescale(gates: Tensor, keep: Tensor, gain: Gain, constant: Tensor | None = None) -> Tensor:
     """Gates of the kept slots, 0 elsewhere, in the router's dtype."""
-    scaled = (gates.float() * gain_factor(gates, keep, gain, constant)).to(gates.dtype)
-    untouched = keep.all(-1, keepdim=True)
-    return torch.where(untouched, gates, torch.where(keep, scaled, torch.zeros_like(gates)))
+    zero, untouched = torch.zeros_like(gates), keep.all(-1, keepdim=True)
+    scaled = (gates.float() * gain_factor(gates, torch.where(keep, gates, zero), gain, constant)).to(gates.dtype)
+    return torch.where(untouched, gates, torch.where(keep, scaled, zero))
 
 
 def union(ids: Tensor, slots: Tensor, experts: int) -> Tensor:

@@ -19,14 +19,15 @@ def wrong(value: object, where: str, what: str) -> ValueError:
     return ValueError(f"{where} is {value!r:.40}, not {what}")
 
 
-def text(value: Any, where: str) -> None:
-    if not isinstance(value, str):
-        raise wrong(value, where, "a text")
+def kind(of: type, what: str) -> Schema:
+    def check(value: Any, where: str) -> None:
+        if not isinstance(value, of):
+            raise wrong(value, where, what)
+
+    return check
 
 
-def flag(value: Any, where: str) -> None:
-    if not isinstance(value, bool):
-        raise wrong(value, where, "true or false")
+text, flag, thing = kind(str, "a text"), kind(bool, "true or false"), kind(dict, "an object")
 
 
 def number(low: float = -math.inf, high: float = math.inf, whole: bool = False) -> Schema:
@@ -69,8 +70,7 @@ def values(schema: Schema) -> Schema:
     """An object with any names and values of one kind."""
 
     def check(value: Any, where: str) -> None:
-        if not isinstance(value, dict):
-            raise wrong(value, where, "an object")
+        thing(value, where)
         for name, item in value.items():
             schema(item, f"{where}: {name!r:.40}")
 
@@ -84,8 +84,7 @@ def record(
     known = {**required, **(optional or {})}
 
     def check(value: Any, where: str) -> None:
-        if not isinstance(value, dict):
-            raise wrong(value, where, "an object")
+        thing(value, where)
         missing, unknown = [n for n in required if n not in value], [n for n in value if n not in known]
         if missing:
             raise ValueError(f"{where} has no {missing[0]}")

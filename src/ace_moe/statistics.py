@@ -11,7 +11,7 @@ Percentile intervals of few windows are too narrow. The quantile levels are wide
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 from typing import TYPE_CHECKING
@@ -25,9 +25,7 @@ if TYPE_CHECKING:
     from .scoring import Score
 
 DRAWS, LEVEL = 4000, 0.95
-FEWEST = (
-    8  # windows for an interval of KL and its kin, whose windows differ more than their losses do; perplexity takes two
-)
+FEWEST = 8  # windows for an interval of KL and its kin, which differ more than losses do; perplexity takes two
 
 
 @dataclass(frozen=True)
@@ -59,64 +57,47 @@ def means(values: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
     return (counts @ values) / (total if values.dim() == 1 else total.unsqueeze(-1))
 
 
-def mean_interval(values: Sequence[float], *, level: float = LEVEL, samples: int = DRAWS, seed: int = 0) -> Interval:
+def mean_interval(values: Sequence[float] | Tensor, *, samples: int = DRAWS, seed: int = 0) -> Interval:
     """The mean of one number per question, such as 1 for a right answer."""
     x = _column(values)
-    sampled = means(x, torch.ones_like(x), draws(len(x), samples, seed))
-    return _interval(float(x.mean()), sampled, len(x), level)
+    return _interval(float(x.mean()), lambda counts: means(x, torch.ones_like(x), counts), len(x), 1, samples, seed)
 
 
-def perplexity_interval(score: Score, *, level: float = LEVEL, samples: int = DRAWS, seed: int = 0) -> Interval:
+def perplexity_interval(score: Score) -> Interval:
     """Perplexity over windows; a window counts by its predicted tokens."""
     nll, weights = _column(score.nll), _column(score.by_window)
-    if len(nll) < 2:
-        return Interval(score.perplexity, None, None)
-    sampled = means(nll, weights, draws(len(nll), samples, seed)).exp()
-    return _interval(score.perplexity, sampled, len(nll), level)
+    return _interval(score.perplexity, lambda counts: means(nll, weights, counts).exp(), len(nll), 2)
 
 
-def token_interval(sums: Sequence[float], weights: Sequence[int], *, samples: int = DRAWS, seed: int = 0) -> Interval:
+def token_interval(sums: Sequence[float], weights: Sequence[int]) -> Interval:
     """The mean over tokens of what was summed over the tokens of each window, such as KL."""
     x, w = _column(sums), _column(_paired(sums, weights))
-    value = float(x.sum() / w.sum())
-    if len(x) < FEWEST:
-        return Interval(value, None, None)
-    return _interval(value, means(x, w, draws(len(x), samples, seed)), len(x), LEVEL)
+    return _interval(float(x.sum() / w.sum()), lambda counts: means(x, w, counts), len(x), FEWEST)
 
 
-def relative_change(sums: Sequence[float], rival: Sequence[float], *, samples: int = DRAWS, seed: int = 0) -> Interval:
+def relative_change(sums: Sequence[float], rival: Sequence[float]) -> Interval:
     """Σ of the first over Σ of the second on the same windows, minus 1: −0.2 is a fifth less."""
     x, y = _column(sums), _column(_paired(sums, rival))
     value = float(x.sum() / y.sum().clamp(min=1e-30)) - 1
-    if len(x) < FEWEST:
-        return Interval(value, None, None)
-    counts = draws(len(x), samples, seed)
-    return _interval(value, (counts @ x) / (counts @ y).clamp(min=1e-30) - 1, len(x), LEVEL)
+    return _interval(value, lambda counts: (counts @ x) / (counts @ y).clamp(min=1e-30) - 1, len(x), FEWEST)
 
 
-def mean_difference(
-    values: Sequence[float], rival: Sequence[float], *, level: float = LEVEL, samples: int = DRAWS, seed: int = 0
-) -> Difference:
+def mean_difference(values: Sequence[float], rival: Sequence[float], *, samples: int = DRAWS) -> Difference:
     """Mean of the first minus mean of the second on the same questions."""
     x = _column(values) - _column(_paired(values, rival))
-    sampled = means(x, torch.ones_like(x), draws(len(x), samples, seed))
-    return _difference(float(x.mean()), sampled, x, level)
+    return Difference(**vars(mean_interval(x, samples=samples)), p=sign_flip_p(x))
 
 
-def perplexity_change(
-    score: Score, rival: Score, *, level: float = LEVEL, samples: int = DRAWS, seed: int = 0
-) -> Difference:
+def perplexity_change(score: Score, rival: Score) -> Difference:
     """Perplexity relative to the rival's on the same windows, minus 1: 0.05 is five per cent worse."""
     _paired(score.nll, rival.nll)
-    counts = draws(len(score.nll), samples, seed)
     first, second = ((_column(s.nll), _column(s.by_window)) for s in (score, rival))
     each, value = first[0] - second[0], score.perplexity / rival.perplexity - 1
-    if len(each) < 2:
-        return Difference(value, None, None, sign_flip_p(each))
-    return _difference(value, (means(*first, counts) - means(*second, counts)).expm1(), each, level)
+    found = _interval(value, lambda counts: (means(*first, counts) - means(*second, counts)).expm1(), len(each), 2)
+    return Difference(**vars(found), p=sign_flip_p(each))
 
 
-def _column(values: Sequence[float]) -> Tensor:
+def _column(values: Sequence[float] | Tensor) -> Tensor:
     if not len(values):
         raise ResultError("There is nothing to take statistics of. Evaluate at least one window or question.")
     return torch.as_tensor(values, dtype=torch.float64)
@@ -133,15 +114,15 @@ def _paired(values: Sequence[float], rival: Sequence[float]) -> Sequence[float]:
 # ---- quantiles --------------------------------------------------------------------------------------------------------
 
 
-def _interval(value: float, sampled: Tensor, count: int, level: float) -> Interval:
-    tail = expanded_tail((1 - level) / 2, count)
+def _interval(
+    value: float, of: Callable[[Tensor], Tensor], count: int, fewest: int, samples: int = DRAWS, seed: int = 0
+) -> Interval:
+    """`of` gives the statistic of every sample [B] from its counts [B, N]."""
+    if count < fewest:
+        return Interval(value, None, None)
+    sampled, tail = of(draws(count, samples, seed)), expanded_tail((1 - LEVEL) / 2, count)
     low, high = torch.quantile(sampled, torch.tensor([tail, 1 - tail], dtype=sampled.dtype)).tolist()
     return Interval(value, min(low, value), max(high, value))  # of one window the bounds are the value itself
-
-
-def _difference(value: float, sampled: Tensor, each: Tensor, level: float) -> Difference:
-    found = _interval(value, sampled, len(each), level)
-    return Difference(found.value, found.low, found.high, sign_flip_p(each))
 
 
 def said(interval: Interval, form: str = "{:.2f}", between: str = " – ") -> str:

@@ -15,7 +15,7 @@ from ace_moe import ACE
 from ace_moe.errors import BudgetError
 from ace_moe.plan import OWN, Phase, Threshold, Workload, labels
 from ace_moe.policies import Ace, Share
-from ace_moe.policies.fixed import Fixed
+from ace_moe.policies.forms import Fixed
 
 LINE = [[0.0, 0.5, 1.0], [0.0, 0.5, 0.75]]
 NUMBERS = st.floats(0, 1, allow_nan=False)

@@ -13,7 +13,7 @@ from ace_moe.checkpoint import MoEModel
 from ace_moe.demo import MODEL
 from ace_moe.plan import Plan, Routers
 from ace_moe.policies import Ace, make
-from ace_moe.policies.fixed import Fixed
+from ace_moe.policies.forms import Fixed
 
 FILES = sorted(KEPT.glob("schema1-*.safetensors"))
 

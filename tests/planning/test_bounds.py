@@ -6,7 +6,7 @@ import torch
 from ace_moe import ACE
 from ace_moe.errors import BudgetError
 from ace_moe.planning import least_reading, most_within
-from ace_moe.planning.judge import judge
+from ace_moe.planning.passes import judge
 from ace_moe.policies import make
 from ace_moe.text import windows_of
 

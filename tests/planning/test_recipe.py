@@ -14,7 +14,7 @@ from ace_moe.errors import BudgetError
 from ace_moe.evaluate.subject import Recorder, Subject
 from ace_moe.plan import Plan
 from ace_moe.planning import Passes, map_budgets
-from ace_moe.planning.partial import Partial
+from ace_moe.planning.unfinished import Partial
 from ace_moe.policies import PRESETS, make
 from ace_moe.text import Windows
 from command import run_ace

@@ -20,7 +20,7 @@ from ace_moe.demo import MODEL, TEXT
 from ace_moe.errors import PolicyError
 from ace_moe.plan import Plan
 from ace_moe.policies import POLICIES, Routing, Share, TokenPolicy, make, registry
-from ace_moe.policies.single import Gsp
+from ace_moe.policies.forms import Gsp
 from command import run_ace, start_ace
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "spread.py"

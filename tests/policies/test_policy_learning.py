@@ -14,7 +14,7 @@ from ace_moe import ACE
 from ace_moe.errors import StructureError
 from ace_moe.policies import make
 from ace_moe.policies.calibration import Call, answers, sites, watch
-from ace_moe.policies.diep_training import train
+from ace_moe.policies.diep import train
 from ace_moe.policies.expert_sparsity import Loss
 from ace_moe.scoring import score
 
@@ -94,7 +94,7 @@ def test_oracle_runs_the_experts(fp32, few_windows, ready_plan, seen):
 def test_alloc_l_sensitivity(fp32, few_windows, monkeypatch):
     """S[l, j]: layer l with j slots, later layers with one, earlier ones untouched; by a model with those gates set to 0."""
     asked = []
-    monkeypatch.setattr("ace_moe.policies.alloc.allocate", lambda costs: asked.extend(costs) or torch.ones(43, 6))
+    monkeypatch.setattr("ace_moe.policies.allocation.allocate", lambda costs: asked.extend(costs) or torch.ones(43, 6))
     make("alloc_l").calibrate(fp32, few_windows)
     assert [len(c) for c in asked] == [8] * 6
     assert float(asked[5][7]) == pytest.approx(score(fp32, few_windows).perplexity, rel=1e-9)

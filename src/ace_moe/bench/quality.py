@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from ..errors import ModelError
 from ..plan import Plan
 from ..planning import map_budgets
-from ..planning.judge import judge
+from ..planning.passes import judge
 from ..policies import Policy
 from ..scoring import predicts
 from ..text import Windows

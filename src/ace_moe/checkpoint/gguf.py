@@ -8,8 +8,8 @@ that less one. Blocks are decoded by the `gguf` package, one expert at a time.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -97,9 +97,8 @@ class GgufSource:
         whole = self._joined(site, made, -1) if short.startswith("experts.") else made[0]
         if short == "norm.weight":
             whole = whole - _offset(site, whole)
-        return self._shaped(
-            name, whole.reshape(self.shapes[name]) if whole.numel() == self.shapes[name].numel() else whole
-        )
+        same = whole.numel() == self.shapes[name].numel()
+        return self._shaped(name, whole.reshape(self.shapes[name]) if same else whole)
 
     def stack(self, name: str) -> Stack:
         return Stack(partial(self._expert, name), self.shapes[name])
@@ -128,9 +127,8 @@ class GgufSource:
         if site.experts.is_concatenated or not site.experts.has_gate:
             return torch.cat(made, dim)
         halves = made if len(made) == 2 else made[0].chunk(2, dim)
-        return torch.stack(tuple(halves), dim + 1 if dim >= 0 else made[0].dim()).flatten(
-            dim, dim + 1 if dim >= 0 else -1
-        )
+        behind = dim % made[0].dim() + 1
+        return torch.stack(tuple(halves), behind).flatten(behind - 1, behind)
 
     def _shaped(self, name: str, found: Tensor) -> Tensor:
         if found.shape != self.shapes[name]:
@@ -144,9 +142,8 @@ class GgufSource:
         places = [self.places[name] for name in names]
         return {f"gguf {self.tensors[k].tensor_type.name}" for site, short in places for k in self._keys(site, short)}
 
-    @contextmanager
-    def rows(self) -> Iterator[Rows]:
-        yield lambda name, expert, wanted: self._expert(name, expert)[wanted.start : wanted.stop : wanted.step]
+    def rows(self) -> AbstractContextManager[Rows]:
+        return nullcontext(lambda name, expert, wanted: self._expert(name, expert)[list(wanted)])
 
 
 def _offset(site: Site, like: Tensor) -> Tensor | float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterable
 
 import torch
@@ -20,8 +21,6 @@ SMALLEST = 2.0**-14  # what is less has fewer bits in fp16 than in bf16; what is
 PLAIN = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 SAMPLED = 8  # rows of each matrix of an expert
 Source = CheckpointSource | ModelSource | GgufSource
-
-
 Rowed = tuple[str, dict[str, Tensor]]  # a layer's key, and its router's parameters as bf16 by full name
 
 
@@ -83,7 +82,7 @@ def _sample(site: Site, rows: Rows) -> Sample | None:
             digest.update(f"{name}:{expert}:".encode() + _bytes(values))
             taken.append(values.double().flatten())
         sizes.append(torch.cat(taken).square().mean().sqrt().item())
-    return Sample(tuple(sizes), digest.hexdigest()) if all(map(_is_number, sizes)) else None
+    return Sample(tuple(sizes), digest.hexdigest()) if all(0 <= size < math.inf for size in sizes) else None
 
 
 def _spread(rows: int) -> range:
@@ -93,10 +92,6 @@ def _spread(rows: int) -> range:
 def _taken(values: Tensor | None) -> Tensor | None:
     """Comparable between precisions; None for packed or scaled formats, whose numbers are not the weights."""
     return _coarse(_halved(values)) if values is not None and values.dtype in PLAIN else None
-
-
-def _is_number(size: float) -> bool:
-    return 0 <= size < float("inf")
 
 
 def _halved(tensor: Tensor) -> Tensor:

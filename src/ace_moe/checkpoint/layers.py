@@ -29,7 +29,9 @@ def assemble(site: Site, given: Mapping[str, Tensor | Stack]) -> MoELayer:
     gated, transposed = bool(module.has_gate), bool(module.is_transposed)
     w_in = given["experts.gate_up_proj" if gated else "experts.up_proj"]
     d = w_in.shape[1 if transposed else 2]
-    scale, rows, undefined = _norm_and_router(site, tensors, d)
+    undefined: dict[str, str] = {}
+    scale = _scale(site, tensors, d, undefined)
+    rows = _rows(site, tensors, d, scale, undefined)
     return MoELayer(
         key=site.key,
         path=site.path,
@@ -67,19 +69,11 @@ def _finish(module: nn.Module, experts: dict[str, Tensor]) -> Callable[[Tensor],
     return lambda y: functional_call(norm, weights, (y,))
 
 
-def _norm_and_router(site: Site, tensors: dict[str, Tensor], d: int) -> tuple[Tensor | None, Tensor | None, dict]:
-    undefined: dict[str, str] = {}
-    scale = _scale(site, tensors, d, undefined)
-    rows = _rows(site, tensors, d, scale, undefined)
-    return scale, rows, undefined
-
-
 def _scale(site: Site, tensors: dict[str, Tensor], d: int, undefined: dict[str, str]) -> Tensor | None:
     """Γ; ones where the raw residual feeds the experts (post-norm models)."""
     if site.norm is None:
         return torch.ones(d, dtype=torch.float32)
-    weights = _measured(tensors, "norm")
-    scale = measure.norm_scale(site.norm, weights, d)
+    scale = measure.norm_scale(site.norm, _measured(tensors, "norm"), d)
     if scale is None:
         undefined["gsp"] = (
             f"layer {site.key}: the experts' input comes from {site.norm_path} ({type(site.norm).__name__}), "

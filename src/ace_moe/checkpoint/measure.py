@@ -36,12 +36,8 @@ def diagonal(f: Callable[[Tensor], Tensor], d: int) -> Tensor | None:
 
 def norm_scale(norm: nn.Module, weights: dict[str, Tensor], d: int) -> Tensor | None:
     """Effective scale [d] of a norm (1 + w where it is zero-centred), or None if it is not a diagonal map."""
-
-    def f(x: Tensor) -> Tensor:
-        return functional_call(norm, weights, (x,))
-
     try:
-        return diagonal(f, d)
+        return diagonal(lambda x: functional_call(norm, weights, (x,)), d)
     except Exception:  # a producer that is no norm may want other inputs; the caller reports it by name
         return None
 
@@ -49,15 +45,13 @@ def norm_scale(norm: nn.Module, weights: dict[str, Tensor], d: int) -> Tensor | 
 def input_scale(router: nn.Module, weights: dict[str, Tensor], linear: str, d: int) -> Tensor | None:
     """Diagonal map [d] from a router's input to the input of its linear layer `linear`."""
     seen: list[Tensor] = []
-    handle = router.get_submodule(linear).register_forward_pre_hook(lambda _, args: seen.append(args[0]))
 
     def f(x: Tensor) -> Tensor:
         functional_call(router, weights, (x,))
         return seen.pop()
 
-    try:
-        return diagonal(f, d)
-    except Exception:
-        return None
-    finally:
-        handle.remove()
+    with router.get_submodule(linear).register_forward_pre_hook(lambda _, args: seen.append(args[0])):
+        try:
+            return diagonal(f, d)
+        except Exception:
+            return None

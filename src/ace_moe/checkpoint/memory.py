@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from ..errors import CheckpointError
-from .formats import Facts, Header, Stored, understand
+from .formats import Facts, Header, Stored, config_of, understand
 from .records import Site, Stack
 from .shards import Rows
 
@@ -25,14 +26,13 @@ FOREIGN = {"GgufExperts": "GgufConfig(dequantize=True)", "Mxfp4GptOssExperts": "
 class ModelSource:
     """Plain parameters as they are; packed ones go through the formats of checkpoints, or are refused."""
 
-    def __init__(self, model: nn.Module):
+    def __init__(self, model: PreTrainedModel):
         self.model, self.tensors = model, {**dict(model.named_buffers()), **dict(model.named_parameters())}
         self.modules: dict[str, dict[str, Header]] = {}
         for name, tensor in self.tensors.items():
             header = Header(DTYPES.get(tensor.dtype, str(tensor.dtype)), tuple(tensor.shape))
             self.modules.setdefault(name.rpartition(".")[0], {})[name] = header
-        config = getattr(getattr(model, "config", None), "quantization_config", None)
-        self.facts = Facts(config if isinstance(config, dict) else getattr(config, "to_dict", dict)())
+        self.facts = Facts(config_of(model.config))
 
     def check(self, sites: Iterable[Site]) -> None:
         """Experts whose numbers cannot be read, by name, before any work."""
@@ -45,10 +45,8 @@ class ModelSource:
                     f"{site.path} is {name}: its weights belong to another library's kernels, which neither tables nor skipping "
                     f"reach. Load the model with {how}, or with load_model(…, expand=True)."
                 )
-            for parameter in (
-                self.tensors.keys() & site.parameter_names().keys()
-            ):  # adapters hide some under other names
-                self._stored(parameter)
+            for name in self.tensors.keys() & site.parameter_names().keys():  # adapters hide some under other names
+                self._stored(name)
 
     def _stored(self, name: str) -> Stored:
         """The parameter with whatever lies beside it in its module."""
@@ -72,9 +70,8 @@ class ModelSource:
                 f"{name} is a {type(tensor).__name__}, not a plain tensor, and what its numbers mean is not known. Load the "
                 "model without it, or build the plan from the checkpoint."
             )
-        return Stored(
-            name, f"torchao {type(tensor).__name__}", (name,), lambda t: t.dequantize().float(), tensor.shape[0]
-        )
+        kind = f"torchao {type(tensor).__name__}"
+        return Stored(name, kind, (name,), lambda t: t.dequantize().float(), tensor.shape[0])
 
     def formats(self, names: Iterable[str]) -> set[str]:
         return {self._stored(name).format for name in names}
@@ -101,10 +98,9 @@ class ModelSource:
         with align_module_device(module, "cpu"):  # one module's weights, for as long as it takes
             return getattr(module, leaf).detach().clone()
 
-    @contextmanager
-    def rows(self) -> Iterator[Rows]:
+    def rows(self) -> AbstractContextManager[Rows]:
         """A reader of single rows of stacked experts; None where a parameter is spread or not in memory."""
-        yield self._rows
+        return nullcontext(self._rows)
 
     def _rows(self, name: str, expert: int, wanted: range) -> Tensor | None:
         found = self.tensors.get(name)

@@ -121,11 +121,8 @@ class MoEModel:
     @classmethod
     def of(cls, model: PreTrainedModel) -> MoEModel:
         """A model in memory."""
-        made = cls(
-            called(model.config._name_or_path or type(model).__name__),
-            hollow_twin(model.config, type(model)),
-            ModelSource(model),
-        )
+        name = called(model.config._name_or_path or type(model).__name__)
+        made = cls(name, hollow_twin(model.config, type(model)), ModelSource(model))
         made.sites = [_as_it_is(site, model) for site in made.sites]
         return made
 
@@ -153,10 +150,8 @@ class MoEModel:
         if isinstance(self.source, StreamedSource):
             self.source.prepare(site)
         read = self.source.read([name for name in names if name not in stacks])
-        for name, tensor in read.items():
-            if not names[name].startswith(
-                "experts."
-            ):  # the tables notice bad experts; a bad norm would look like no norm
+        for name, tensor in read.items():  # the tables notice bad experts; a bad norm would look like no norm
+            if not names[name].startswith("experts."):
                 _check_finite(site, name, tensor)
         experts = {name: self.source.stack(name) for name in stacks}
         return assemble(site, {names[name]: tensor for name, tensor in {**read, **experts}.items()})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -104,20 +105,12 @@ class MoELayer:
         """d, the width of the experts' input."""
         return self.w_in.shape[1 if self.transposed else 2]
 
-    @property
-    def intermediate(self) -> int:
-        """m, the width between the two products."""
-        return self.w_out.shape[1 if self.transposed else 2]
-
     def to(self, device: str | torch.device) -> MoELayer:
         """The same layer with its tensors on another device."""
-
-        def move(tensor: Tensor | None) -> Tensor | None:
-            return None if tensor is None else tensor.to(device)
-
-        weights = replace(self, w_in=self.w_in.to(device), w_out=self.w_out.to(device))
-        rest = {n: move(getattr(self, n)) for n in ("b_in", "b_out", "norm_scale", "router_rows")}
-        return replace(weights, **rest)  # type: ignore[arg-type]
+        moved: dict[str, Any] = {
+            n: value.to(device) for n, value in vars(self).items() if isinstance(value, Tensor | Stack)
+        }
+        return replace(self, **moved)
 
     def chunks(self) -> Iterator[slice]:
         """Slices of experts whose fp32 copies fit the working set."""

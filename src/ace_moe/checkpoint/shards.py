@@ -20,45 +20,34 @@ Rows = Callable[[str, int, range], Tensor | None]  # (stacked parameter [E, a, b
 Part = tuple[Any, tuple[int, ...], tuple[int, ...]]  # a slice of a file, its shape, and the index in front of its rows
 
 
-class Shards:
+class Shards(ExitStack):
     """Tensors by their key on disk. A file is opened when the first of its tensors is asked for."""
 
     def __init__(self, files: Mapping[str, Path]):
-        self.files, self._handles, self._stack = files, dict[Path, safe_open](), ExitStack()
-
-    def __enter__(self) -> Shards:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._stack.close()
+        super().__init__()
+        self.files, self._handles = files, dict[Path, safe_open]()
 
     def slice(self, key: str) -> Any:
         """The tensor as something to index: only what is asked for is read."""
-        return self._ask(key, lambda handle: _slice(handle, key))
-
-    def _ask(self, key: str, question: Callable[[safe_open], Any]) -> Any:
         path = self.files[key]
         if path not in self._handles:
-            self._handles[path] = self._stack.enter_context(open_shard(path))
-        try:
-            return question(self._handles[path])
-        except SafetensorError as error:  # the index promised it
-            raise _unreadable(path, error) from error
+            self._handles[path] = self.enter_context(open_shard(path))
+        handle = self._handles[path]
+        part = _slice(handle, key, path)
+        return handle.get_tensor(key).view(torch.uint8) if part.get_dtype() == "F4" else part  # F4 is read whole or not
 
 
-def _slice(handle: safe_open, key: str) -> Any:
-    part = handle.get_slice(key)
-    return handle.get_tensor(key).view(torch.uint8) if part.get_dtype() == "F4" else part  # no part of F4 can be read
+def _slice(handle: safe_open, key: str, path: Path) -> Any:
+    try:
+        return handle.get_slice(key)
+    except SafetensorError as error:  # the index promised it
+        raise _unreadable(path, error) from error
 
 
 def stacked_rows(parts: Sequence[Part], shape: tuple[int, ...], wanted: range) -> Tensor | None:
     """Rows of a matrix [a, b] whose parts lie above each other; None if they do not make up such a matrix."""
     sizes = [size[len(index) :] for _, size, index in parts]
-    if (
-        not sizes
-        or any(len(size) != 2 or size[1] != shape[1] for size in sizes)
-        or sum(a for a, _ in sizes) != shape[0]
-    ):
+    if any(len(size) != 2 or size[1] != shape[1] for size in sizes) or sum(a for a, *_ in sizes) != shape[0]:
         return None
     starts = list(accumulate((a for a, _ in sizes), initial=0))
 
@@ -81,10 +70,7 @@ def read_headers(files: Mapping[str, Path]) -> tuple[dict[str, Header], dict[str
         with open_shard(path) as handle:
             metadata |= handle.metadata() or {}
             for key in keys:
-                try:
-                    part = handle.get_slice(key)
-                except SafetensorError as error:  # the index promised it
-                    raise _unreadable(path, error) from error
+                part = _slice(handle, key, path)
                 headers[key] = Header(part.get_dtype(), tuple(part.get_shape()))
     return headers, metadata
 

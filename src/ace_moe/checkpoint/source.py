@@ -27,8 +27,7 @@ from transformers.core_model_loading import (
 )
 
 from ..errors import CheckpointError, brief
-from .formats import Get, Header, Stored, strays, understand
-from .quantisation import quantisation
+from .formats import Get, Header, Stored, facts_of, strays, understand
 from .records import Site, Stack
 from .shards import Part, Rows, Shards, open_shard, read_headers, stacked_rows
 
@@ -48,7 +47,7 @@ class CheckpointSource:
     def __init__(self, folder: Path, twin: PreTrainedModel):
         self.folder, self.twin = folder, twin
         headers, metadata = self._headers()
-        self.headers, self.facts = headers, quantisation(folder, twin.config, metadata)
+        self.headers, self.facts = headers, facts_of(folder, twin.config, metadata)
         self.stored = understand(headers, self.facts)
         self.shapes = {name: tensor.shape for name, tensor in twin.state_dict().items()}
         mapping = get_model_conversion_mapping(twin)
@@ -99,9 +98,8 @@ class CheckpointSource:
             return
         said = f"{self.folder}: config.json says the model is quantised ({self.facts.method or 'unknown method'})"
         if all(stored.format == "plain" for stored in self.stored.values()):
-            example = next(
-                (key for s in sites for n in s.stacks() for key, _ in self.recipes.get(n, ())), "the experts"
-            )
+            stacks = [key for s in sites for n in s.stacks() for key, _ in self.recipes.get(n, ())]
+            example = stacks[0] if stacks else "the experts"
             raise CheckpointError(
                 f"{said}, but no tensor is: {example} is {self.headers.get(example, 'missing')}. Take quantization_config "
                 "out of config.json if the weights are the original ones; else download the folder again."

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -19,7 +21,7 @@ import transformers
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from ..errors import StructureError
+from ..errors import StructureError, brief
 from .records import Site
 
 
@@ -101,28 +103,20 @@ class _Trace:
         self.alive.append(tensor)
         return tensor.untyped_storage()._cdata
 
-    def enter(self, path: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
-            if tensors:
-                self.entered.setdefault(path, self.storage(tensors[0]))
+    def enter(self, path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
+        if tensors:
+            self.entered.setdefault(path, self.storage(tensors[0]))
 
-        return hook
+    def leave(self, path: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        for tensor in output if isinstance(output, (tuple, list)) else (output,):
+            if isinstance(tensor, Tensor):
+                self.produced.setdefault(self.storage(tensor), []).append(path)
 
-    def leave(self, path: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            for tensor in output if isinstance(output, (tuple, list)) else (output,):
-                if isinstance(tensor, Tensor):
-                    self.produced.setdefault(self.storage(tensor), []).append(path)
-
-        return hook
-
-    def record(self, path: str) -> Callable[..., Tensor]:
-        def forward(hidden: Tensor, ids: Tensor, gates: Tensor, *rest: Any) -> Tensor:
-            self.calls.setdefault(path, (hidden, ids))
-            return torch.empty_like(hidden)
-
-        return forward
+    def record(self, path: str, hidden: Tensor, ids: Tensor, gates: Tensor, *rest: Any) -> Tensor:
+        """In place of the experts."""
+        self.calls.setdefault(path, (hidden, ids))
+        return torch.empty_like(hidden)
 
 
 def find_sites(twin: PreTrainedModel) -> tuple[list[Site], list[str]]:
@@ -133,19 +127,14 @@ def find_sites(twin: PreTrainedModel) -> tuple[list[Site], list[str]]:
             f"{type(twin).__name__} has no routed experts that transformers calls with (hidden, ids, gates). "
             "ACE skips routed experts of Mixture-of-Experts models; a dense model has nothing to skip."
         )
-    hooks = []
-    for path, module in twin.named_modules():
-        hooks.append(module.register_forward_pre_hook(trace.enter(path), with_kwargs=True))
-        hooks.append(module.register_forward_hook(trace.leave(path)))
-    for path, module in experts.items():
-        module.forward = trace.record(path)
-    try:
+    with ExitStack() as stack:
+        for path, module in twin.named_modules():
+            stack.enter_context(module.register_forward_pre_hook(partial(trace.enter, path), with_kwargs=True))
+            stack.enter_context(module.register_forward_hook(partial(trace.leave, path)))
+        for path, module in experts.items():
+            module.forward = partial(trace.record, path)
+            stack.callback(delattr, module, "forward")
         _text_pass(twin)
-    finally:
-        for handle in hooks:
-            handle.remove()
-        for module in experts.values():
-            del module.forward
     sites = [_site(twin, path, experts[path], trace) for path in trace.calls]
     return _with_keys(sites), [path for path in experts if path not in trace.calls]
 
@@ -160,8 +149,7 @@ def _text_pass(twin: PreTrainedModel) -> None:
             twin(**inputs, use_cache=False)
         except Exception as error:  # any modelling code may run here
             raise StructureError(
-                f"{type(twin).__name__} could not be traced with a text input "
-                f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}). "
+                f"{type(twin).__name__} could not be traced with a text input ({type(error).__name__}: {brief(error)}). "
                 "Please report the model; its structure cannot be read."
             ) from error
 
@@ -216,7 +204,4 @@ def _with_keys(sites: list[Site]) -> list[Site]:
     """`<n>`, the decoder layer's number; the whole path where two experts modules would share a number."""
     numbers = [re.search(r"(?:^|\.)(\d+)\.", site.path) for site in sites]
     keys = [str(int(n.group(1))) if n else site.path for n, site in zip(numbers, sites, strict=True)]
-    return [
-        Site(**{**vars(site), "key": key if keys.count(key) == 1 else site.path})
-        for key, site in zip(keys, sites, strict=True)
-    ]
+    return [replace(s, key=k if keys.count(k) == 1 else s.path) for k, s in zip(keys, sites, strict=True)]

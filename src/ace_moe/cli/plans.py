@@ -159,7 +159,7 @@ def budget(
     from ..checkpoint import MoEModel
     from ..plan import Plan, update
     from ..planning import least_reading, map_budgets, most_within, texts_for
-    from ..planning.partial import Partial
+    from ..planning.unfinished import Partial
     from ..provenance import provenance
     from ..runtime.settings import check_budget, check_tables, policy_for
     from ..tables import TABLES

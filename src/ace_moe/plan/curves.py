@@ -90,9 +90,8 @@ def shaping(settings: Mapping[str, Any]) -> dict[str, Any]:
 # ---- in a file ------------------------------------------------------------------------------------------------------
 
 
-def check_listed(listed: Any) -> list[dict[str, Any]]:
+def check_listed(listed: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """`curves` as it stands in the metadata; every tensor once."""
-    expect(listed, list, "curves")
     for found in listed:
         expect(found["tensor"], str, "curves: tensor")
         expect(found.get("date", UNKNOWN), str, "curves: date")

@@ -28,8 +28,8 @@ class Workload:
     @classmethod
     def from_json(cls, found: Mapping[str, Any], where: str) -> Workload:
         made = cls(**found)
-        for name, kind in (("name", str), ("sha256", str), ("tokens", int)):
-            expect(getattr(made, name), kind, f"{where}: workload")
+        for value, kind in ((made.name, str), (made.sha256, str), (made.tokens, int)):
+            expect(value, kind, f"{where}: workload")
         return made
 
 
@@ -63,8 +63,7 @@ class Threshold:
     @classmethod
     def from_json(cls, entry: Mapping[str, Any]) -> Threshold:
         found = cls(**{**entry, "workload": Workload.from_json(entry["workload"], "thresholds")})
-        for name, kind in KINDS.items():
-            expect(getattr(found, name), kind, f"thresholds: {name}")
+        expect_each(vars(found), KINDS, "thresholds: ")
         check_settings(found.settings, "thresholds")
         if found.phase not in PHASES:
             raise ValueError(f"thresholds: phase {found.phase!r:.40} is none of {', '.join(PHASES)}")
@@ -77,8 +76,7 @@ class Threshold:
 
 def check_settings(settings: Mapping[str, Any], where: str) -> None:
     """What shapes contributions, of the right kind and meaning something."""
-    for name, kind in SETTINGS.items():
-        expect(settings[name], kind, f"{where}: {name}")
+    expect_each(settings, SETTINGS, f"{where}: ")
     if settings["min_active"] < 0:
         raise ValueError(f"{where}: min_active is {settings['min_active']}, less than no slot")
     if not 0 <= settings["min_mass"] <= 1:  # NaN fails too
@@ -101,6 +99,11 @@ KINDS: Kinds = {
 def expect(value: object, kind: type | tuple[type, ...], name: str) -> None:
     if not isinstance(value, kind):
         raise ValueError(f"{name} is {value!r:.40}")
+
+
+def expect_each(found: Mapping[str, Any], kinds: Kinds, where: str = "") -> None:
+    for name, kind in kinds.items():
+        expect(found[name], kind, f"{where}{name}")
 
 
 def compared(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -103,15 +103,12 @@ def read(handle: safe_open) -> dict[str, Any]:
     # the file sorts layers as text: 10 before 2
     tables = {key: {n: handle.get_tensor(t).clone() for n, t in names.get(key, {}).items()} for key in structure}
     check_values(tables, shapes)
-    read_curves = tuple(
-        curves.from_json(found, handle.get_tensor(found["tensor"]).clone()) for found in fields["curves"]
-    )
-    named = {c.settings["factor"]: "a curve" for c in read_curves} | {
-        t.factor: "a threshold" for t in fields["thresholds"]
-    }
+    known = tuple(curves.from_json(found, handle.get_tensor(found["tensor"]).clone()) for found in fields["curves"])
+    named = {curve.settings["factor"]: "a curve" for curve in known}
+    named |= {t.factor: "a threshold" for t in fields["thresholds"]}
     named.pop(None, None)
     check_factor_names(named | dict.fromkeys(fields["guarded"], "`guarded`"), tables)
-    return {**fields, "tables": tables, "curves": read_curves}
+    return {**fields, "tables": tables, "curves": known}
 
 
 def _check_curves(handle: safe_open, tensors: set[str], listed: list[dict[str, Any]]) -> None:
@@ -122,9 +119,7 @@ def _check_curves(handle: safe_open, tensors: set[str], listed: list[dict[str, A
             f"tensor {odd} and the list of curves disagree. The file was edited or cut; build it again with `ace tables`."
         )
     for tensor in tensors:
-        found = handle.get_slice(tensor)
-        dtype = found.get_dtype()
-        curves.check_shape(tensor, DTYPES.get(dtype, dtype), tuple(found.get_shape()))
+        curves.check_shape(tensor, *_said(handle, tensor))
 
 
 def _by_layer(tensors: Iterable[str]) -> Names:
@@ -149,6 +144,10 @@ def _check_shapes(handle: safe_open, names: Names, expected: Expected) -> None:
     """From the header alone."""
     for key, layer in names.items():
         for name, tensor in layer.items():
-            found = handle.get_slice(tensor)
-            dtype = found.get_dtype()
-            expected.check(key, name, DTYPES.get(dtype, dtype), tuple(found.get_shape()))
+            expected.check(key, name, *_said(handle, tensor))
+
+
+def _said(handle: safe_open, tensor: str) -> tuple[str, tuple[int, ...]]:
+    """dtype and shape of a tensor that is not read."""
+    found = handle.get_slice(tensor)
+    return DTYPES.get(found.get_dtype(), found.get_dtype()), tuple(found.get_shape())

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from .entries import NUMBER, expect
+from .entries import NUMBER, expect, expect_each
 
 FEW_PER_CENT = 1.1  # sizes closer than this are said in per cent, others as a factor
 
@@ -87,8 +87,7 @@ class Fingerprint:
         known = ("structure", "routers", "experts")
         structure, routers, experts = (found[name] for name in known)
         _check_structure(structure)
-        expect(routers["exact"], str, "routers: exact")
-        expect(routers["coarse"], (str, type(None)), "routers: coarse")
+        expect_each(routers, {"exact": str, "coarse": (str, type(None))}, "routers: ")
         samples = {key: _sample(key, value) for key, value in experts.items()}
         foreign = [key for key in samples if key not in structure]
         if foreign:
@@ -101,8 +100,8 @@ def _check_structure(structure: Mapping[str, Any]) -> None:
     if not structure:
         raise ValueError("no layers")
     for key, layer in structure.items():
-        expect(layer["experts"], int, f"experts of layer {key}")
-        expect(layer["top_k"], int, f"top_k of layer {key}")
+        for name in ("experts", "top_k"):
+            expect(layer[name], int, f"{name} of layer {key}")
         if not 1 <= layer["top_k"] <= layer["experts"]:
             raise ValueError(f"layer {key} has {layer['top_k']} slots for {layer['experts']} experts")
 

@@ -11,16 +11,14 @@ from typing import Any
 
 from ..errors import PlanError
 from .curves import check_listed
-from .entries import Threshold, expect
+from .entries import Kinds, Threshold, expect, expect_each
 from .fingerprint import Fingerprint
 from .shapes import check_declared
 
 SCHEMA, READS = 2, (1, 2)
 MOST_BYTES = 4 << 20  # of metadata; the largest plans we know have under 1 MiB
-KNOWN = {
-    "schema", "model", "fingerprint", "undefined", "other_weights", "calibrations", "shapes", "guarded", "thresholds",
-    "recommendation", "curves", "default_workload", "made",
-}  # fmt: skip
+EMPTY: dict[str, Any] = {"calibrations": {}, "shapes": {}, "guarded": {}, "curves": [], "made": []}  # where not written
+KINDS: Kinds = {"undefined": dict, "other_weights": list, "thresholds": list, "model": str}
 
 
 def text_of(header: Mapping[str, str] | None) -> str:
@@ -35,26 +33,25 @@ def text_of(header: Mapping[str, str] | None) -> str:
 
 def fields_of(text: str) -> dict[str, Any]:
     """Fields of a `Plan` but its tensors; curves as they are listed."""
-    ace = _current(json.loads(text))
+    ace = EMPTY | _current(json.loads(text))
     fingerprint = Fingerprint.from_json(ace["fingerprint"])
     _check_kinds(ace)
-    guarded = ace.get("guarded", {})
-    _check_guarded(guarded, fingerprint.structure)
-    return {
+    _check_guarded(ace["guarded"], fingerprint.structure)
+    known = {
         "fingerprint": fingerprint,
         "model": ace["model"],
         "undefined": ace["undefined"],
         "thresholds": tuple(Threshold.from_json(t) for t in ace["thresholds"]),
         "other_weights": tuple(ace["other_weights"]),
-        "calibrations": ace.get("calibrations", {}),
-        "shapes": {name: tuple(dims) for name, dims in check_declared(ace.get("shapes", {})).items()},
-        "guarded": {name: tuple(layers) for name, layers in guarded.items()},
+        "calibrations": ace["calibrations"],
+        "shapes": {name: tuple(dims) for name, dims in check_declared(ace["shapes"]).items()},
+        "guarded": {name: tuple(layers) for name, layers in ace["guarded"].items()},
         "recommendation": _recommendation(ace.get("recommendation")),
-        "curves": check_listed(ace.get("curves", [])),
+        "curves": check_listed(ace["curves"]),
         "default_workload": _default(ace),
-        "made": tuple(_made(ace.get("made", []))),
-        "unread": {name: value for name, value in ace.items() if name not in KNOWN},
+        "made": tuple(ace["made"]),
     }
+    return {**known, "unread": {name: value for name, value in ace.items() if name not in (*known, "schema")}}
 
 
 def _current(ace: dict[str, Any]) -> dict[str, Any]:
@@ -73,17 +70,14 @@ def _current(ace: dict[str, Any]) -> dict[str, Any]:
 
 def _check_kinds(ace: Mapping[str, Any]) -> None:
     """The types of everything that is read later without a check."""
-    expect(ace["undefined"], dict, "undefined")
-    expect(ace["other_weights"], list, "other_weights")
-    expect(ace["thresholds"], list, "thresholds")
-    expect(ace.get("calibrations", {}), dict, "calibrations")
-    expect(ace["model"], str, "model")
+    expect_each(ace, KINDS | {name: type(empty) for name, empty in EMPTY.items()})
     for name, value in (*ace["undefined"].items(), *(("other_weights", value) for value in ace["other_weights"])):
         expect(value, str, name)
+    for record in ace["made"]:
+        expect(record, dict, "made")
 
 
-def _check_guarded(guarded: Any, structure: Mapping[str, Any]) -> None:
-    expect(guarded, dict, "guarded")
+def _check_guarded(guarded: Mapping[str, Any], structure: Mapping[str, Any]) -> None:
     for name, layers in guarded.items():
         expect(layers, list, f"guarded: {name}")
         for key in layers:
@@ -92,16 +86,9 @@ def _check_guarded(guarded: Any, structure: Mapping[str, Any]) -> None:
                 raise ValueError(f"guarded: {name} names layer {key!r:.40}, which the model does not have")
 
 
-def _made(found: Any) -> list[dict[str, Any]]:
-    expect(found, list, "made")
-    for record in found:
-        expect(record, dict, "made")
-    return found
-
-
 def _default(ace: Mapping[str, Any]) -> str | None:
     found = ace.get("default_workload")
-    texts = {entry["workload"]["sha256"] for entry in (*ace["thresholds"], *ace.get("curves", []))}
+    texts = {entry["workload"]["sha256"] for entry in (*ace["thresholds"], *ace["curves"])}
     if found is not None and found not in texts:
         raise ValueError(f"default_workload {found!r:.40} is none of the plan's texts")
     return found

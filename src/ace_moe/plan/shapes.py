@@ -30,9 +30,8 @@ def aligned_tables(settings: Mapping[str, Any], budget: float, sha256: str) -> t
     return f"aligned_scale_{mark}", f"aligned_shift_{mark}"
 
 
-def check_declared(shapes: Any) -> dict[str, list[str]]:
+def check_declared(shapes: dict[str, Any]) -> dict[str, list[str]]:
     """`shapes` as it stands in the metadata: table → names of its dimensions."""
-    expect(shapes, dict, "shapes")
     for name, dims in shapes.items():
         expect(dims, list, f"shapes: {name}")
         if name in CORE or name.startswith(FACTOR):

@@ -7,20 +7,6 @@ from .recipe import Mapped, Passes, calibrate, calibration_part, fit_budgets, ma
 from .tuning import Tuned, tune
 
 __all__ = [
-    "Fit",
-    "Histogram",
-    "Mapped",
-    "Passes",
-    "Tuned",
-    "calibrate",
-    "calibration_part",
-    "fit_budgets",
-    "least_reading",
-    "map_budgets",
-    "most_within",
-    "own_windows",
-    "prepare",
-    "text_for",
-    "texts_for",
-    "tune",
-]
+    "Fit", "Histogram", "Mapped", "Passes", "Tuned", "calibrate", "calibration_part", "fit_budgets",
+    "least_reading", "map_budgets", "most_within", "own_windows", "prepare", "text_for", "texts_for", "tune",
+]  # fmt: skip

@@ -14,8 +14,7 @@ from ..plan import Plan, labels
 from ..policies import Decision, Policy, Routing, TokenPolicy
 from ..scoring import predict
 from ..text import Windows
-from .judge import judge
-from .passes import attached
+from .passes import attached, judge
 from .recipe import map_budgets
 
 COARSE, FINE = 0.05, 0.01

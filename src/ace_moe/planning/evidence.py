@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from ..policies import TokenPolicy
 from ..statistics import relative_change, token_interval
 from .candidates import key_of, label
-from .journal import Journal, Row
+from .unfinished import Journal, Row
 
 STEEP = 7.0  # growth of log KL with the ratio where one budget does not tell: it doubles in ten points on our models
 LEAST = 1e-9  # KL under this is none
@@ -69,28 +69,28 @@ class Evidence:
         return {"settings": policy.settings, "label": label(policy), "measured": cells}
 
     def _cell(self, rows: Sequence[Row], rival: Sequence[Row], number: int) -> dict[str, Any]:
-        kl, agreement, nll, realised = zip(*(row[number] for row in rows), strict=True)
-        count = len(rows) * self.tokens
-        unskipped = [self.journal.numbers["unskipped"][str(n)] for n in range(self.part.first, self.part.last)]
+        kl, agreement, _, realised = zip(*(row[number] for row in rows), strict=True)
         return {
             "budget": self.budgets[number],
             "realised": sum(realised) / len(rows),
             "kl": asdict(token_interval(kl, [self.tokens] * len(rows))),
             "kl_change": asdict(relative_change(kl, [row[number][0] for row in rival])),
-            "agreement": sum(agreement) / count,
-            "perplexity_change": math.expm1((sum(nll) - sum(unskipped)) / count),
+            "agreement": sum(agreement) / (len(rows) * self.tokens),
+            "perplexity_change": self._worse(rows, number),
         }
+
+    def _worse(self, rows: Sequence[Row], number: int) -> float:
+        """Perplexity at a budget against the unskipped model's, minus 1, on windows from the part's first on."""
+        first, lost = self.part.first, sum(row[number][2] for row in rows)
+        unskipped = sum(self.journal.numbers["unskipped"][str(n)] for n in range(first, first + len(rows)))
+        return math.expm1((lost - unskipped) / (len(rows) * self.tokens))
 
     def row(self, policy: TokenPolicy) -> dict[str, Any]:
         """One line: KL a token at each budget and in all, on the windows of the part that were read."""
         rows = self.part.of(self.journal.rows[key_of(policy)])
         part = Part(0, len(rows))
         kls, ratios = _means(rows, part)
-        unskipped = [self.journal.numbers["unskipped"][str(n)] for n in range(len(rows))]
-        change = [
-            math.expm1((sum(row[n][2] for row in rows) - sum(unskipped)) / (len(rows) * self.tokens))
-            for n in range(len(self.budgets))
-        ]
+        change = [self._worse(rows, n) for n in range(len(self.budgets))]
         return {
             **{"label": label(policy), "settings": policy.settings, "windows": len(rows)},
             **{"kl": [kl / self.tokens for kl in kls], "realised": ratios, "perplexity_change": change},

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,17 +39,14 @@ def branch(model: PreTrainedModel, ids: Tensor) -> Numbers:
     """√(RMS of the routed sum / RMS of the layer's output), means over the tokens of ids [B, L]."""
     found: dict[tuple[str, str], float] = {}
 
-    def keep(*name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
-            y = output[0] if isinstance(output, tuple) else output
-            found[name] = float(y.float().square().mean(-1).sqrt().mean())  # type: ignore[index]
-
-        return hook
+    def keep(name: tuple[str, str], module: nn.Module, args: Any, output: Any) -> None:
+        y = output[0] if isinstance(output, tuple) else output
+        found[name] = float(y.float().square().mean(-1).sqrt().mean())
 
     with ExitStack() as stack:
         for site in MoEModel.of(model).sites:
             for name, module in (("sum", model.get_submodule(site.path)), ("layer", _layer(model, site.path))):
-                stack.callback(module.register_forward_hook(keep(site.key, name)).remove)
+                stack.enter_context(module.register_forward_hook(partial(keep, (site.key, name))))
         predict(model, ids)
     return {
         key: (value / max(found[key, "layer"], 1e-30)) ** 0.5 for (key, name), value in found.items() if name == "sum"

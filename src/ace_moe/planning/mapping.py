@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..errors import BudgetError, ModelError
+from ..errors import BudgetError, no_numbers
 
 BINS = 1 << 20  # a power of two: scaling a float by it is exact, so "bin < b" and "contribution < b / BINS" agree
 
@@ -29,8 +29,7 @@ class Histogram:
 
     def __init__(self) -> None:
         self.bins = torch.zeros(BINS + 3, dtype=torch.int64)  # [0, 1], one for protected slots, one for NaN
-        self._counts: Tensor | None = None
-        self._below: Tensor | None = None
+        self._known: tuple[int, Tensor] | None = None
 
     def add(self, protected: Tensor, token_mask: Tensor | None = None) -> None:
         """protected [T, k] with values in [0, 1] or +∞; token_mask [T] is False at padding."""
@@ -39,43 +38,33 @@ class Histogram:
         real = torch.ones_like(index) if token_mask is None else token_mask.long().unsqueeze(-1).expand_as(index)
         self.bins = self.bins.to(index.device)
         self.bins.scatter_add_(0, index.flatten(), real.flatten())
-        self._counts = self._below = None
+        self._known = None
 
-    def _read(self) -> Tensor:
-        """[BINS + 2] on the CPU: slots in each bin, protected ones last."""
-        if self._counts is None:
+    def _read(self) -> tuple[int, Tensor]:
+        """(routed slots, candidates under each bin edge [BINS + 2] on the CPU)."""
+        if self._known is None:
             bins = self.bins.cpu()
             if bins[-1]:
-                raise ModelError(
-                    "The model gives gates that are not numbers (NaN). Its weights are damaged or its precision is too low "
-                    "for them; download it again, or load it in bfloat16 or float32."
-                )
-            self._counts = bins[:-1]
-        return self._counts
+                raise no_numbers("gates")
+            self._known = int(bins.sum()), torch.cat([bins.new_zeros(1), bins[:-2].cumsum(0)])
+        return self._known
 
     @property
     def routed(self) -> int:
-        return int(self._read().sum())
+        return self._read()[0]
 
     @property
     def candidates(self) -> int:
-        return int(self._read()[:-1].sum())
+        return int(self._read()[1][-1])
 
     @property
     def limit(self) -> float:
         """The largest ratio the safeguards leave room for."""
         return self.candidates / self.routed if self.routed else 0.0
 
-    def _cumulative(self) -> Tensor:
-        """[BINS + 2]: candidates under each bin edge."""
-        if self._below is None:
-            counts = self._read()
-            self._below = torch.cat([counts.new_zeros(1), counts[:-1].cumsum(0)])
-        return self._below
-
     def ratios(self) -> np.ndarray:
         """[BINS + 2]: the ratio at each bin edge."""
-        return (self._cumulative().double() / self._some_routed()).numpy()
+        return (self._read()[1].double() / self._some_routed()).numpy()
 
     def _some_routed(self) -> int:
         if not self.routed:
@@ -85,12 +74,12 @@ class Histogram:
     def ratio(self, threshold: float) -> float:
         """Fraction of routed slots with contribution < τ, for a τ on a bin edge."""
         edge = min(BINS + 1, max(0, math.ceil(threshold * BINS)))
-        return int(self._cumulative()[edge]) / self.routed if self.routed else 0.0
+        return int(self._read()[1][edge]) / self.routed if self.routed else 0.0
 
     def threshold(self, budget: float) -> float:
         """The bin edge whose count is closest to the budget's (ties between slots cannot be split)."""
         wanted = min(round(budget * self._some_routed()), self.candidates)
-        below = self._cumulative()
+        below = self._read()[1]
         edge = int(torch.searchsorted(below, wanted))  # first edge with at least `wanted` under it
         if edge > 0 and wanted - int(below[edge - 1]) < int(below[edge]) - wanted:
             edge -= 1
@@ -122,20 +111,16 @@ class Dense(Protocol):
     def threshold(self, budget: float) -> float: ...
 
 
-def _check_limit(budget: float, dense: Dense) -> None:
-    if budget > dense.limit:
-        raise BudgetError(
-            f"A budget of {budget:.1%} cannot be met: the safeguards protect all but {dense.limit:.1%} of the slots on this "
-            "text. Lower the budget, min_active or min_mass."
-        )
-
-
 def quantile_fits(dense: Dense, budgets: Sequence[float]) -> list[Fit]:
     """τ for each budget from one pass of the dense model. `realised` is what the dense pass promises."""
     fits = []
     for budget in budgets:
         tau = dense.threshold(budget)
-        _check_limit(budget, dense)
+        if budget > dense.limit:
+            raise BudgetError(
+                f"A budget of {budget:.1%} cannot be met: the safeguards protect all but {dense.limit:.1%} of the slots on this "
+                "text. Lower the budget, min_active or min_mass."
+            )
         fits.append(Fit(budget, tau, dense.ratio(tau), 0, corrected=False))
     return fits
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from .. import progress
-from ..errors import ModelError, TextError
+from ..errors import TextError, no_numbers
 from ..loading import load_tokenizer, load_windows
 from ..plan import OWN
 from ..scoring import predicts
@@ -157,8 +157,5 @@ def _draw(logits: Tensor, chance: torch.Generator) -> list[int]:
     """logits [B, V] → one token for each row."""
     likely = logits.float().softmax(-1).cpu()
     if not likely.isfinite().all():
-        raise ModelError(
-            "The model gives logits that are not numbers (NaN). Its weights are damaged or its precision is too low for "
-            "them; download it again, or load it in bfloat16 or float32."
-        )
+        raise no_numbers("logits")
     return torch.multinomial(likely, 1, generator=chance).squeeze(1).tolist()

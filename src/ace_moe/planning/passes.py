@@ -1,11 +1,11 @@
-"""Passes of a model over a text under a policy: what its slots contributed, what was skipped."""
+"""Passes of a model over a text under a policy: what its slots contributed, what was skipped, what that did to predictions."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -14,16 +14,20 @@ from transformers import PreTrainedModel
 
 from .. import progress
 from ..checkpoint import MoEModel, Site
+from ..fidelity import Fidelity, compare
 from ..integrations.transformers import Attachment
 from ..plan import Plan
 from ..policies import Decision, Policy, Routing, TokenPolicy
 from ..runtime import Runtime
 from ..runtime.layer import Observer
+from ..scoring import predict
+from ..statistics import token_interval
 from ..text import Windows, windows_of
 from .aligned import Statistics, statistics
 from .mapping import Histogram
 
 ALIGNED_ON = 8  # windows
+JUDGED_ON = 16  # windows: enough for an interval, few beside the passes that map
 Run = Callable[[PreTrainedModel, Windows, int], Any]  # reads a text in batches of windows
 
 
@@ -74,11 +78,15 @@ class Passes:
     def policy(self) -> Policy:
         return self.runtime.policy
 
-    def __call__(self, threshold: float) -> Histogram:
-        """What the slots contributed at this τ; policies without contributions say what they skipped."""
+    def set(self, threshold: float) -> None:
+        """This τ in every phase, with its statistics; counters start anew."""
         self.runtime.align(self.statistics(threshold))
         self.runtime.set(torch.full((3,), threshold))
         self.runtime.reset()
+
+    def __call__(self, threshold: float) -> Histogram:
+        """What the slots contributed at this τ; policies without contributions say what they skipped."""
+        self.set(threshold)
         self.count += 1
         if self.policy.mapping != "quantile":
             self.results[threshold] = self.run(self.model, self.windows, self.batch)
@@ -116,6 +124,33 @@ class Counted(Histogram):
 
     def ratio(self, threshold: float) -> float:
         return self.realised
+
+
+# ---- what thresholds do to predictions -------------------------------------------------------------------------------------
+
+
+@torch.inference_mode()
+def judge(
+    model: PreTrainedModel, plan: Plan, policy: Policy, windows: Windows, taus: Sequence[float], batch: int = 1
+) -> list[dict[str, Any]]:
+    """KL, agreement and acceptance at each τ with their intervals; one batch of logits is in memory at a time."""
+    part, found = windows.ids[:JUDGED_ON], [Fidelity() for _ in taus]
+    with attached(model, plan, policy) as runtime, progress.task("fidelity", len(part)) as task:
+        passes = Passes(runtime, model, windows, batch)
+        for ids in part.split(batch):
+            with runtime.aside():
+                whole = predict(model, ids)
+            for tau, sums in zip(taus, found, strict=True):
+                passes.set(tau)
+                sums.add(compare(whole, predict(model, ids)))
+            task.advance(len(ids))
+    return [_means(sums, part.shape[1] - 1) for sums in found]
+
+
+def _means(sums: Fidelity, tokens: int) -> dict[str, Any]:
+    weights = [tokens] * len(sums.kl)
+    means = {name: asdict(token_interval(values, weights)) for name, values in vars(sums).items()}
+    return {**means, "windows": len(weights), "tokens": sum(weights)}
 
 
 # ---- one dense pass for many policies ---------------------------------------------------------------------------------

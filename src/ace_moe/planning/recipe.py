@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 
 from transformers import PreTrainedModel
 
@@ -23,10 +24,9 @@ from ..text import Windows, windows_of
 from . import mapping
 from .aligned import with_statistics
 from .curves import curve_of
-from .judge import judge
-from .mapping import Dense, Fit, Histogram
-from .partial import Partial
-from .passes import Counted, Passes, Run, attached, read_through
+from .mapping import Dense, Fit
+from .passes import Passes, Run, attached, judge, read_through
+from .unfinished import Partial
 
 COARSE = 5e-3  # a quantile further than this from its budget lies on a step
 SEARCHED = 2e-3  # how close a search comes to a budget before it ends
@@ -69,11 +69,10 @@ class Mapped:
     plan: Plan
     fits: list[Fit]
     passes: Passes
-    windows: Windows
 
     @property
     def entries(self) -> list[Threshold]:
-        of = {t.budget: t for t in self.plan.thresholds if _of(t, self.passes.policy, self.windows)}
+        of = {t.budget: t for t in self.plan.thresholds if _of(t, self.passes.policy, self.passes.windows)}
         return [of[fit.budget] for fit in self.fits]
 
 
@@ -116,7 +115,7 @@ def map_budgets(
                 task.advance()
     if judged:
         plan = _judged(model, plan, policy, windows, [fits[b] for b in wanted], batch)
-    return Mapped(plan, [fits[b] for b in wanted], passes, windows)
+    return Mapped(plan, [fits[b] for b in wanted], passes)
 
 
 def _judged(
@@ -184,23 +183,15 @@ def _corrections(fit: Fit) -> int:
 
 def search_budgets(passes: Passes, budgets: Sequence[float]) -> list[Fit]:
     """Binary search for each budget; a pass at a threshold that was tried before is not made again."""
-    tried: dict[float, float] = {0.0: 0.0}
-
-    def run(tau: float) -> Histogram:
-        if tau not in tried:
-            tried[tau] = passes(tau).ratio(tau)
-        return Counted(tried[tau])
-
+    realised = cache(lambda tau: passes(tau).ratio(tau) if tau else 0.0)
     fits = []
     for wanted in budgets:
         before = passes.count
-        _check_reachable(passes.policy, wanted, run(1.0).ratio(1.0))
-        close = abs(run(wanted).ratio(wanted) - wanted) <= SEARCHED  # some knobs are the ratio itself
-        fit = (
-            Fit(wanted, wanted, tried[wanted], 0, corrected=True)
-            if close
-            else mapping.search(run, wanted, SEARCHED, max_passes=MOST_STEPS)
-        )
+        _check_reachable(passes.policy, wanted, realised(1.0))
+        if abs(realised(wanted) - wanted) <= SEARCHED:  # some knobs are the ratio itself
+            fit = Fit(wanted, wanted, realised(wanted), 0, corrected=True)
+        else:
+            fit = mapping.bisect(realised, wanted, SEARCHED, MOST_STEPS)
         fits.append(replace(fit, passes=passes.count - before))
     return fits
 
@@ -215,15 +206,4 @@ def _check_reachable(policy: Policy, wanted: float, most: float) -> None:
 
 def entries(fits: Sequence[Fit], policy: Policy, windows: Windows) -> list[Threshold]:
     """Fits as a plan keeps them."""
-    return [
-        Threshold(
-            **policy.settings,
-            budget=fit.budget,
-            threshold=fit.threshold,
-            realised=fit.realised,
-            corrected=fit.corrected,
-            passes=fit.passes,
-            workload=windows.workload,
-        )
-        for fit in fits
-    ]
+    return [Threshold(**policy.settings, **vars(fit), workload=windows.workload) for fit in fits]

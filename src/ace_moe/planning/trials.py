@@ -19,8 +19,8 @@ from ..tables.build import add_tables
 from ..text import Windows, windows_of
 from .candidates import key_of, shape_of
 from .evidence import Part, log_kl
-from .journal import Journal, Row
 from .passes import Passes, attached, observe, read_through
+from .unfinished import Journal, Row
 
 LOOKED_AT = 4  # windows of the dense pass that thresholds come from
 
@@ -83,9 +83,7 @@ class Trials:
         ids, runtime = self.windows.ids[number : number + 1], passes.runtime
         whole, row = self.reference.of(number, lambda: self._whole(runtime, number)), []
         for tau in taus:
-            runtime.align(passes.statistics(tau))
-            runtime.set(torch.full((3,), tau))
-            runtime.reset()
+            passes.set(tau)
             logits = predict(self.model, ids)
             kl, agreement, _ = compare(whole, logits)[0].tolist()
             row.append([kl, agreement, float(window_nll(logits, ids.to(logits.device))[0]), runtime.realised])

@@ -29,9 +29,9 @@ from ..version import __version__
 from . import candidates, factors
 from .candidates import BASELINE, key_of
 from .evidence import Evidence, Part, log_kl, loss
-from .journal import Journal
 from .recipe import Save, map_budgets
 from .trials import Trials
+from .unfinished import Journal
 
 ROUNDS = (2, 4, 6)  # windows that a stage's candidates have read after each round
 BEST, KEPT = 3, 3  # candidates that a stage hands on; one in so many of a round's goes on

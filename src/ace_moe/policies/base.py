@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import asdict, dataclass, fields
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -12,13 +12,10 @@ from torch import Tensor
 from .. import rule
 from ..errors import PolicyError
 from ..rule import GAINS, Form, Gain
-from .records import Decision, Routing, Tables
+from .records import Decision, Model, Routing, Site, Tables, Windows
 from .scores import scores
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-    from ..text import Windows
+__all__ = ["Decision", "Model", "Policy", "Routing", "Site", "Tables", "TokenPolicy", "Windows"]
 
 COMMON = ("gain", "min_active", "min_mass", "factor")
 GAIN_TABLE = "gain_"  # what a table begins with that has one gain for each layer
@@ -41,7 +38,7 @@ class Policy(ABC):
     needs_logits: ClassVar[bool] = False  # what the router module returns first, [T, E]
     needs_norms: ClassVar[bool] = False  # ‖f_e(x)‖ of every slot
     token_local: ClassVar[bool] = False  # whether a token is decided by itself, whatever its batch or sequence
-    calibrated: ClassVar[bool] = False  # whether `calibrate` makes some of its tables
+    calibrated: ClassVar[bool] = False  # whether it has a `calibrate` that makes some of its tables
     mapping: ClassVar[Mapped] = "search"  # how a budget becomes a threshold
     stepwise: ClassVar[bool] = False  # whether its ratios come in steps of 1/k
     limits: ClassVar[str] = ""  # why a budget may be missed, for messages
@@ -50,6 +47,10 @@ class Policy(ABC):
     min_active: int = 1
     min_mass: float = 0.0
     factor: str | None = None  # a table with one number a layer that contributions are multiplied by
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        cls.calibrated = cls.calibrate is not Policy.calibrate
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "gain", _named(self.gain))
@@ -103,7 +104,7 @@ class Policy(ABC):
     @abstractmethod
     def route(self, routing: Routing) -> Decision: ...
 
-    def calibrate(self, model: PreTrainedModel, windows: Windows | None) -> Tables:
+    def calibrate(self, model: Model, windows: Windows | None) -> Tables:
         """The tables that need a running model, by layer; names start with the policy's. The model is left as it was."""
         return {}
 
@@ -119,7 +120,7 @@ class Policy(ABC):
     def reroute(self, routing: Routing, ids: Tensor, gates: Tensor, keep: Tensor) -> Decision:
         """The decision that runs other slots than the routed ones: the gain compares their gates with the router's."""
         before, after = routing.gates.float(), torch.where(keep, gates.float(), 0.0)
-        scaled = after * _gain_between(before, after, self.gain, routing.constant)
+        scaled = after * rule.gain_factor(before, after, self.gain, routing.constant)
         changed = (~keep | (ids != routing.ids)).any(-1, keepdim=True)
         return Decision(ids, torch.where(changed, scaled.to(routing.gates.dtype), routing.gates), keep)
 
@@ -138,16 +139,6 @@ def _named(gain: object) -> Gain:
             f"plan, or {ALIGNED} for a policy that decides token by token and nothing else in `compensate`; not {gain!r}."
         )
     return f"{value:g}"
-
-
-def _gain_between(before: Tensor, after: Tensor, gain: Gain, constant: Tensor | None) -> Tensor:
-    """`rule.gain_factor` for gates that were changed as well as left out; [T, 1]."""
-    if gain == "none" or gain not in GAINS:
-        return rule.gain_factor(before, before > 0, gain, constant)
-    power = 2 if gain == "power" else 1
-    every, kept = (g.pow(power).sum(-1, keepdim=True) for g in (before, after))
-    factor = torch.where(kept > 0, every / kept, 1.0)
-    return factor.sqrt() if gain == "power" else factor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,7 +216,3 @@ class TokenPolicy(Policy):
         steps = ("contribution", "protected", "settle", "skip", "route")
         plain = all(getattr(type(self), step) is getattr(TokenPolicy, step) for step in steps)
         return self.form if plain and not self.needs_logits else None
-
-
-def parameters_of(cls: type[Policy]) -> list[str]:
-    return [f.name for f in fields(cls)]

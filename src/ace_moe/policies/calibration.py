@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from ..errors import IntegrationError, TextError
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-    from ..checkpoint import Site
-    from ..text import Windows
+from .records import Model, Site, Windows
 
 ROWS = 1 << 13  # rows an experts module is given at once; bounds memory for any model
-Change = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
+Given = tuple[Tensor, Tensor, Tensor]  # hidden, ids, gates
+Change = Callable[[Tensor, Tensor, Tensor], Given]
 
 
 @dataclass(frozen=True)
@@ -38,7 +36,7 @@ def needed(windows: Windows | None) -> Windows:
     return windows
 
 
-def sites(model: PreTrainedModel) -> list[Site]:
+def sites(model: Model) -> list[Site]:
     """The model's MoE layers. Nothing may be skipped while a calibration looks at it."""
     from ..checkpoint import MoEModel
 
@@ -48,45 +46,40 @@ def sites(model: PreTrainedModel) -> list[Site]:
 
 
 @contextmanager
-def changed(model: PreTrainedModel, changes: dict[str, Change]) -> Iterator[None]:
+def changed(model: Model, changes: Mapping[str, Change]) -> Iterator[None]:
     """Inside, the experts at these paths are given what `change(hidden, ids, gates)` makes of their arguments."""
 
-    def hook(change: Change) -> Callable[..., tuple[Any, ...]]:
-        return lambda module, args: (*change(*args[:3]), *args[3:])
+    def hook(change: Change, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (*change(*args[:3]), *args[3:])
 
     with ExitStack() as stack:
         for path, change in changes.items():
-            stack.callback(model.get_submodule(path).register_forward_pre_hook(hook(change)).remove)
+            stack.enter_context(model.get_submodule(path).register_forward_pre_hook(partial(hook, change)))
         yield
 
 
-@contextmanager
-def silenced(model: PreTrainedModel, site: Site) -> Iterator[None]:
-    """Inside, this layer's routed experts answer zero."""
-    handle = model.get_submodule(site.path).register_forward_hook(lambda module, args, output: output * 0)
-    try:
-        yield
-    finally:
-        handle.remove()
+def silenced(model: Model, site: Site) -> RemovableHandle:
+    """In a `with`: inside, this layer's routed experts answer zero."""
+    return model.get_submodule(site.path).register_forward_hook(lambda module, args, output: output * 0)
 
 
 @torch.no_grad()
-def watch(model: PreTrainedModel, ids: Tensor, places: list[Site] | None = None) -> dict[str, Call]:
+def watch(model: Model, ids: Tensor, places: list[Site] | None = None) -> dict[str, Call]:
     """One pass over ids [B, L]: what every layer's experts were given, by layer key."""
-    seen: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
+    seen: dict[str, Given] = {}
     logits: dict[str, Tensor] = {}
     with ExitStack() as stack:
         for site in places or sites(model):
             experts = model.get_submodule(site.path)
-            stack.callback(experts.register_forward_pre_hook(_keep_inputs(seen, site.key)).remove)
+            stack.enter_context(experts.register_forward_pre_hook(partial(_keep_inputs, seen, site.key)))
             if site.router_path is not None:
                 router = model.get_submodule(site.router_path)
-                stack.callback(router.register_forward_hook(_keep_logits(logits, site)).remove)
+                stack.enter_context(router.register_forward_hook(partial(_keep_logits, logits, site)))
         model(input_ids=ids.to(model.device), use_cache=False)
     return {key: Call(*given, logits.get(key)) for key, given in seen.items()}
 
 
-def walk(model: PreTrainedModel, text: Tensor, places: list[Site]) -> Iterator[tuple[Site, nn.Module, Call]]:
+def walk(model: Model, text: Tensor, places: list[Site]) -> Iterator[tuple[Site, nn.Module, Call]]:
     """Each layer's experts and what they were given, window by window."""
     for ids in text.split(1):
         seen = watch(model, ids, places)
@@ -94,19 +87,13 @@ def walk(model: PreTrainedModel, text: Tensor, places: list[Site]) -> Iterator[t
             yield site, model.get_submodule(site.path), seen[site.key]
 
 
-def _keep_inputs(seen: dict[str, tuple[Tensor, Tensor, Tensor]], key: str) -> Callable[..., None]:
-    def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
-        hidden, ids, gates = args[:3]
-        seen[key] = hidden.reshape(-1, hidden.shape[-1]), ids, gates
-
-    return hook
+def _keep_inputs(seen: dict[str, Given], key: str, module: nn.Module, args: tuple[Any, ...]) -> None:
+    hidden, ids, gates = args[:3]
+    seen[key] = hidden.reshape(-1, hidden.shape[-1]), ids, gates
 
 
-def _keep_logits(logits: dict[str, Tensor], site: Site) -> Callable[..., None]:
-    def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        logits[site.key] = router_logits(output, site.num_experts)
-
-    return hook
+def _keep_logits(logits: dict[str, Tensor], site: Site, module: nn.Module, args: Any, output: Any) -> None:
+    logits[site.key] = router_logits(output, site.num_experts)
 
 
 def router_logits(output: Any, num_experts: int) -> Tensor:
@@ -120,7 +107,7 @@ def router_logits(output: Any, num_experts: int) -> Tensor:
     )
 
 
-def token_logits(model: PreTrainedModel, ids: Tensor) -> Tensor:
+def token_logits(model: Model, ids: Tensor) -> Tensor:
     """The next-token logits [B, L, V] of a language model."""
     logits = getattr(model(input_ids=ids, use_cache=False), "logits", None)
     if logits is None or logits.shape[-1] <= int(ids.max()):
@@ -131,7 +118,7 @@ def token_logits(model: PreTrainedModel, ids: Tensor) -> Tensor:
     return logits
 
 
-def all_gates(model: PreTrainedModel, windows: Windows | None) -> dict[str, Tensor]:
+def all_gates(model: Model, windows: Windows | None) -> dict[str, Tensor]:
     """The gates of the whole text, [N, k] by layer key."""
     places = sites(model)
     passes = [watch(model, ids, places) for ids in needed(windows).ids.split(1)]

@@ -5,22 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import combinations
 from math import comb
-from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
 
-from ..rule import Gain
-from .base import Routing, Tables
-from .pruning import Pruning, removals
-from .relative import Relative
+from .base import Model, Routing, Tables, Windows
+from .calibration import Call, needed, products, sites, walk
 from .scores import reselect, scores
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-    from ..text import Windows
-    from .calibration import Call
+from .subset import Pruning, removals
 
 ROWS = 1 << 13  # tokens times sets that are looked at together
 
@@ -33,9 +25,8 @@ class ExpertSparsity(Pruning):
     them (all of Mixtral's); beyond, one expert is added to the last set at a time. `tokens` of the text are used.
     """
 
-    name: ClassVar[str] = "expert_sparsity"
-    needs: ClassVar[tuple[str, ...]] = ("expert_sparsity_pruned",)
-    calibrated: ClassVar[bool] = True
+    name = "expert_sparsity"
+    needs = ("expert_sparsity_pruned",)
 
     enumerate: int = 500
     tokens: int = 512
@@ -45,9 +36,7 @@ class ExpertSparsity(Pruning):
         return routing.tables["expert_sparsity_pruned"].index_select(0, number).squeeze(0) > 0
 
     @torch.no_grad()
-    def calibrate(self, model: PreTrainedModel, windows: Windows | None) -> Tables:
-        from .calibration import needed, products, sites, walk
-
+    def calibrate(self, model: Model, windows: Windows | None) -> Tables:
         places, text = sites(model), needed(windows).ids
         each = max(1, self.tokens // len(text))
         losses: dict[str, list[Loss]] = {site.key: [] for site in places}
@@ -105,12 +94,3 @@ class Loss:
         gates = gates * (before.sum(-1, keepdim=True) / gates.sum(-1, keepdim=True).clamp(min=1e-30))
         change = (self._dense(ids, gates) - before).view(c, t, -1).transpose(0, 1)  # [T, C, E]
         return (change @ self.gram * change).sum((0, 2)).clamp(min=0).sqrt()
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExpertSparsityAsCompared(Relative):
-    """What the ACE paper's release ran as ExpertSparsity: c_i = g_i / max_j g_j, no pruning at all."""
-
-    name: ClassVar[str] = "expert_sparsity:ace-paper"
-
-    gain: Gain = "kept"

@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..errors import PolicyError
 from ..rule import Form, Gain
-from .base import Routing, Tables, TokenPolicy
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-    from ..text import Windows
+from .base import Model, Tables, TokenPolicy, Windows
+from .calibration import needed, silenced, sites, token_logits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,20 +22,14 @@ class Modes(TokenPolicy):
     MoDES does not protect the top slot; here the common safeguard does (`modes:ace-paper` is without it).
     """
 
-    name: ClassVar[str] = "modes"
-    needs: ClassVar[tuple[str, ...]] = ("modes_alpha",)
-    calibrated: ClassVar[bool] = True
+    name = "modes"
+    needs = ("modes_alpha",)
+    form = Form(factor="modes_alpha")
 
     gain: Gain = "none"
 
-    @property
-    def form(self) -> Form:
-        return Form(factor="modes_alpha")
-
     @torch.no_grad()
-    def calibrate(self, model: PreTrainedModel, windows: Windows | None) -> Tables:
-        from .calibration import needed, silenced, sites
-
+    def calibrate(self, model: Model, windows: Windows | None) -> Tables:
         ids, places = needed(windows).ids.to(model.device), sites(model)
         loss = torch.zeros(len(places), dtype=torch.float64)
         for window in ids.split(1):
@@ -53,27 +41,10 @@ class Modes(TokenPolicy):
         return {site.key: {"modes_alpha": alpha[number]} for number, site in enumerate(places)}
 
 
-def _log_probabilities(model: PreTrainedModel, ids: Tensor) -> Tensor:
-    from .calibration import token_logits
-
+def _log_probabilities(model: Model, ids: Tensor) -> Tensor:
     return token_logits(model, ids).float().log_softmax(-1)
 
 
 def _kl(whole: Tensor, without: Tensor) -> float:
     """Σ over tokens of relu(KL); rounding can make it negative."""
     return float(F.kl_div(without, whole, reduction="none", log_target=True).sum(-1).clamp(min=0).double().sum())
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModesAsCompared(Modes):
-    """What the ACE paper's release ran as MoDES: the same score, and a token may lose its top slot and all others."""
-
-    name: ClassVar[str] = "modes:ace-paper"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.min_active != 1 or self.min_mass != 0:
-            raise PolicyError(f"Policy {self.name!r} has no safeguards. Use 'modes', which has them.")
-
-    def protected(self, routing: Routing) -> Tensor:
-        return self.contribution(routing)

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
 
 from .. import rule
-from ..rule import EPSILON, Form, Gain
-from .base import Routing, Tables, TokenPolicy
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-    from ..text import Windows
+from ..rule import EPSILON, Gain
+from .base import Model, Routing, Tables, TokenPolicy, Windows
+from .calibration import all_gates
 
 
 def squash(x: Tensor) -> Tensor:
@@ -32,9 +27,8 @@ class Naee(TokenPolicy):
     The ratio of gates equals the ratio of the router's probabilities.
     """
 
-    name: ClassVar[str] = "naee"
-    needs: ClassVar[tuple[str, ...]] = ("naee_median",)
-    calibrated: ClassVar[bool] = True
+    name = "naee"
+    needs = ("naee_median",)
 
     gain: Gain = "kept"
 
@@ -42,9 +36,7 @@ class Naee(TokenPolicy):
         median = routing.tables["naee_median"].clamp(min=EPSILON)
         return squash(rule.to_largest(rule.score(routing.gates)) / median)
 
-    def calibrate(self, model: PreTrainedModel, windows: Windows | None) -> Tables:
-        from .calibration import all_gates
-
+    def calibrate(self, model: Model, windows: Windows | None) -> Tables:
         return {key: {"naee_median": second_to_first(gates)} for key, gates in all_gates(model, windows).items()}
 
 
@@ -54,20 +46,3 @@ def second_to_first(gates: Tensor) -> Tensor:
         return torch.ones(())
     top = gates.float().abs().topk(2, dim=-1).values
     return (top[:, 1] / top[:, 0].clamp(min=EPSILON)).median()
-
-
-@dataclass(frozen=True, kw_only=True)
-class NaeeAsCompared(TokenPolicy):
-    """What the ACE paper's release ran as NAEE: c_i = s_i / max_j s_j with s_i = g_i A_GSP(e_i), ACE's own table.
-
-    One threshold for all layers, no medians.
-    """
-
-    name: ClassVar[str] = "naee:ace-paper"
-    needs: ClassVar[tuple[str, ...]] = ("gsp",)
-
-    gain: Gain = "kept"
-
-    @property
-    def form(self) -> Form:
-        return Form(self.needs, norm="max")

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from ..rule import Gain
 from .base import Routing, TokenPolicy
+from .batch import group_sum, marked
 from .naee import squash
+from .scores import experts_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,24 +23,18 @@ class Pesf(TokenPolicy):
     sources do not say what happens to the gates of the rest; taken as renormalised. The top gate is protected here.
     """
 
-    name: ClassVar[str] = "pesf"
-    needs_logits: ClassVar[bool] = True  # for the number of experts
-    token_local: ClassVar[bool] = False
-    limits: ClassVar[str] = "slots of one expert in one sequence go together, and single tokens lose none"
+    name = "pesf"
+    needs_logits = True  # for the number of experts
+    token_local = False
+    limits = "slots of one expert in one sequence go together, and single tokens lose none"
 
     gain: Gain = "kept"
 
     def contribution(self, routing: Routing) -> Tensor:
-        tokens, k = routing.ids.shape
-        length = routing.length or max(tokens, 1)
-        if length == 1:
-            return torch.ones_like(routing.gates, dtype=torch.float32)
-        assert routing.logits is not None
-        experts = routing.logits.shape[-1]
-        real = routing.ids.new_ones(tokens) if routing.token_mask is None else routing.token_mask.long()
-        sequence = torch.arange(tokens, device=real.device) // length
-        rows = -(-tokens // length)
-        flat = sequence.unsqueeze(-1) * experts + routing.ids
-        count = real.new_zeros(rows * experts).index_add(0, flat.flatten(), real.repeat_interleave(k))
-        lengths = real.new_zeros(rows).index_add(0, sequence, real)[sequence].clamp(min=1).unsqueeze(-1)
-        return squash(count[flat].float() * experts / (lengths * k).float())
+        each = torch.ones_like(routing.gates, dtype=torch.float32)
+        if (routing.length or len(each)) <= 1:
+            return each
+        experts, ids = experts_of(routing), routing.ids.long()
+        count = group_sum(marked(ids, each, experts), routing, routing.length).gather(-1, ids)
+        slots = group_sum(each, routing, routing.length).sum(-1, keepdim=True).clamp(min=each.shape[-1])
+        return squash(count * experts / slots)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -20,7 +19,7 @@ class Random(TokenPolicy):
     A hash and not a generator, so that a token is decided by itself, again the same way, and inside a compiled graph.
     """
 
-    name: ClassVar[str] = "random"
+    name = "random"
 
     seed: int = 0
 

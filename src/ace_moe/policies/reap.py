@@ -3,26 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
 
-from ..rule import Form, Gain
-from .base import Routing, Tables, TokenPolicy
-from .pruning import UniformPruning
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-    from ..text import Windows
+from .base import Model, Policy, Tables, Windows
+from .calibration import answers, needed, sites, walk
+from .forms import Gsp
+from .subset import UniformPruning
 
 
 @torch.no_grad()
-def saliencies(model: PreTrainedModel, windows: Windows | None) -> Tables:
+def saliencies(policy: Policy, model: Model, windows: Windows | None) -> Tables:
     """S_e = mean over the tokens routed to e of g ‖f_e(x)‖, [E] by layer; 0 for experts the text never reached."""
-    from .calibration import answers, needed, sites, walk
-
     places = sites(model)
     total = {site.key: torch.zeros(2, site.num_experts, dtype=torch.float64) for site in places}
     for site, experts, call in walk(model, needed(windows).ids, places):
@@ -34,41 +27,26 @@ def saliencies(model: PreTrainedModel, windows: Windows | None) -> Tables:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reap(TokenPolicy):
+class Reap(Gsp):
     """c_i = g_i S(e_i) / Σ_j g_j S(e_j), [T, k], S_e = mean of g ‖f_e(x)‖ over e's tokens (Lasby et al., REAP, ICLR 2026).
 
     REAP's saliency as a slot score, which REAP itself does not do: it prunes (`reap:prune`). An expert the text never
     reached is given the layer's mean: nothing is known of it.
     """
 
-    name: ClassVar[str] = "reap"
-    needs: ClassVar[tuple[str, ...]] = ("reap_saliency",)
-    calibrated: ClassVar[bool] = True
-
-    @property
-    def form(self) -> Form:
-        return Form(self.needs)
+    name = "reap"
+    needs = ("reap_saliency",)
+    calibrate = saliencies
 
     def ready(self, name: str, table: Tensor) -> Tensor:
         mean = table.sum() / (table > 0).sum().clamp(min=1)
         return torch.where(table > 0, table, mean)
-
-    def calibrate(self, model: PreTrainedModel, windows: Windows | None) -> Tables:
-        return saliencies(model, windows)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReapPruning(UniformPruning):
     """Remove the same fraction of every layer's experts, those of the lowest saliency S_e (Lasby et al., REAP, ICLR 2026)."""
 
-    name: ClassVar[str] = "reap:prune"
-    needs: ClassVar[tuple[str, ...]] = ("reap_saliency",)
-    calibrated: ClassVar[bool] = True
-
-    gain: Gain = "kept"
-
-    def saliency(self, routing: Routing) -> Tensor:
-        return routing.tables["reap_saliency"]
-
-    def calibrate(self, model: PreTrainedModel, windows: Windows | None) -> Tables:
-        return saliencies(model, windows)
+    name = "reap:prune"
+    needs = ("reap_saliency",)
+    calibrate = saliencies

@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from torch import Tensor
 
+if TYPE_CHECKING:  # a slot is decided without them, and transformers takes seconds to import
+    from transformers import PreTrainedModel
+
+    from .. import checkpoint, text
+
+Model: TypeAlias = "PreTrainedModel"
+Site: TypeAlias = "checkpoint.Site"
+Windows: TypeAlias = "text.Windows"
 Tables = dict[str, dict[str, Tensor]]  # by layer key, then by name
 
 

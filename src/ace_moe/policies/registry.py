@@ -7,38 +7,31 @@ import importlib
 import json
 import os
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
 from importlib.metadata import entry_points
 from typing import Any
 
 from ..errors import PolicyError, brief
-from .ace import Ace
-from .aimer import Aimer, AimerPruning
-from .alloc import AllocL, AllocT
-from .base import Policy, parameters_of
-from .diep import Diep, DiepAsCompared
-from .expert_sparsity import ExpertSparsity, ExpertSparsityAsCompared
-from .fixed import Fixed
-from .lexi import Lexi
-from .modes import Modes, ModesAsCompared
-from .naee import Naee, NaeeAsCompared
-from .oea import Oea
+from .allocation import AllocL, AllocT, Lexi
+from .as_compared import AS_COMPARED
+from .base import Policy
+from .batch import Oea, XShare
+from .diep import Diep
+from .expert_sparsity import ExpertSparsity
+from .forms import Ace, Aimer, Fixed, Gsp, Rcr, Relative, Score, Share, TopP
+from .modes import Modes
+from .naee import Naee
 from .oracle import Oracle, RawOracle
 from .pesf import Pesf
 from .random import Random
 from .reap import Reap, ReapPruning
-from .relative import Relative
-from .score import Score, ScoreAsCompared
-from .sere import Sere, SereAsCompared
-from .single import Gsp, Rcr, Share
-from .top_p import TopP
-from .xshare import XShare, XShareAsCompared
+from .sere import Sere
+from .subset import AimerPruning
 
 ALL: tuple[type[Policy], ...] = (
     *(Ace, Gsp, Rcr, Share, Random, Score, Relative, TopP, Fixed, Aimer, Naee, Modes, Reap, Pesf, Oracle, RawOracle),
     *(AllocT, AllocL, Lexi, Sere, XShare, Oea, ExpertSparsity, Diep, ReapPruning, AimerPruning),
-    *(ScoreAsCompared, NaeeAsCompared, ExpertSparsityAsCompared, DiepAsCompared, SereAsCompared, XShareAsCompared),
-    ModesAsCompared,
+    *AS_COMPARED,
 )
 POLICIES: dict[str, type[Policy]] = {cls.name: cls for cls in ALL}
 PRESETS: dict[str, Policy] = {"paper": Ace(fusion="max", gain="kept", min_active=1, min_mass=0.0)}
@@ -109,11 +102,9 @@ def make(policy: str | Policy = "ace", **settings: Any) -> Policy:
 
 
 def _check_settings(cls: type[Policy], name: str, settings: dict[str, Any]) -> None:
-    unknown = sorted(set(settings) - set(parameters_of(cls)))
-    if unknown:
-        raise PolicyError(
-            f"Policy {name!r} has no setting {', '.join(unknown)}. It has: {', '.join(parameters_of(cls))}."
-        )
+    known = [field.name for field in fields(cls)]
+    if unknown := sorted(set(settings) - set(known)):
+        raise PolicyError(f"Policy {name!r} has no setting {', '.join(unknown)}. It has: {', '.join(known)}.")
 
 
 def choose(policy: str | Policy = AUTO, preset: str | None = None, **settings: Any) -> Policy:

@@ -23,6 +23,12 @@ CLEARLY = 0.5  # softmax unless another function fits the gates twice as well: w
 DISTRIBUTION = 1e-2  # a row that is nowhere negative and sums to 1 within this is a softmax already (Gemma-4)
 
 
+def experts_of(routing: Routing) -> int:
+    """How many the router chooses among."""
+    assert routing.logits is not None
+    return routing.logits.shape[-1]
+
+
 def scores(routing: Routing) -> Tensor:
     """The router's own score of every expert, [T, E] in fp32; a token's gates are a multiple of its scores."""
     assert routing.logits is not None

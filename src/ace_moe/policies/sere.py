@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
@@ -11,13 +10,9 @@ from torch import Tensor
 from .. import rule
 from ..errors import PolicyError
 from ..rule import Gain
-from .base import Decision, Policy, Routing, Tables, TokenPolicy
-from .subset import check_group, group_sum, marked
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-    from ..text import Windows
+from .base import Decision, Model, Policy, Routing, Tables, Windows
+from .batch import check_group, group_sum, marked
+from .calibration import needed, products, sites, walk
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,10 +25,9 @@ class Sere(Policy):
     the batch in tokens, 0 the whole pass.
     """
 
-    name: ClassVar[str] = "sere"
-    needs: ClassVar[tuple[str, ...]] = ("sere_similarity",)
-    calibrated: ClassVar[bool] = True
-    limits: ClassVar[str] = (
+    name = "sere"
+    needs = ("sere_similarity",)
+    limits = (
         "a slot is saved only where a token is sent to an expert it has already, and a pass of many tokens has nearly all "
         "experts among its top ones; group=1 decides as for a batch of one token"
     )
@@ -58,9 +52,7 @@ class Sere(Policy):
         return self.reroute(routing, *merge(torch.where(move, choice.indices, ids), routing.gates, move))
 
     @torch.no_grad()
-    def calibrate(self, model: PreTrainedModel, windows: Windows | None) -> Tables:
-        from .calibration import needed, products, sites, walk
-
+    def calibrate(self, model: Model, windows: Windows | None) -> Tables:
         places = sites(model)
         gram = {site.key: torch.zeros(site.num_experts, site.num_experts, dtype=torch.float64) for site in places}
         for site, experts, call in walk(model, needed(windows).ids, places):
@@ -85,26 +77,3 @@ def merge(ids: Tensor, gates: Tensor, moved: Tensor) -> tuple[Tensor, Tensor, Te
     first = ~(same & (turn.unsqueeze(-2) < turn.unsqueeze(-1))).any(-1)
     total = torch.where(same, gates.float().unsqueeze(-2), 0.0).sum(-1)
     return ids, torch.where(first, total, 0.0), first
-
-
-@dataclass(frozen=True, kw_only=True)
-class SereAsCompared(TokenPolicy):
-    """What the ACE paper's release ran as SERE: c_i = 1 − cos(s(e_1), s(e_i)), [T, k]; the gates of skipped slots go to
-    the top slot. s(e) are norms of weight rows and columns (table `sere_weights`): no text, no batch.
-    """
-
-    name: ClassVar[str] = "sere:ace-paper"
-    needs: ClassVar[tuple[str, ...]] = ("sere_weights",)
-
-    gain: Gain = "none"
-
-    def contribution(self, routing: Routing) -> Tensor:
-        top = rule.top_slot(routing.gates, routing.ids)
-        first = torch.where(top, routing.ids, 0).sum(-1, keepdim=True)
-        return (1 - routing.tables["sere_weights"][first, routing.ids]).clamp(0, 1)
-
-    def settle(self, routing: Routing, protected: Tensor) -> Decision:
-        keep, gates = ~(protected < routing.threshold), routing.gates.float()
-        lost = torch.where(keep, 0.0, gates).sum(-1, keepdim=True)
-        moved = gates + torch.where(rule.top_slot(routing.gates, routing.ids), lost, 0.0)
-        return self.reroute(routing, routing.ids, moved, keep)

@@ -1,17 +1,16 @@
-"""Policies that allow a subset of the experts and re-select inside it, and how a pass is cut into groups of tokens."""
+"""Policies that allow a subset of the experts and re-select inside it: static pruning, where it is the same for every token."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from ..errors import PolicyError
+from ..rule import Gain
 from .base import Decision, Policy, Routing
-from .scores import reselect
+from .scores import experts_of, reselect
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,8 +20,8 @@ class SubsetPolicy(Policy):
     `refill=False` is another method by the same subset: such slots are skipped, the top gate excepted.
     """
 
-    needs_logits: ClassVar[bool] = True
-    limits: ClassVar[str] = (
+    needs_logits = True
+    limits = (
         "it fills the slots of excluded experts with others, so a token runs k experts as long as k are left; "
         "refill=False skips those slots instead"
     )
@@ -42,40 +41,50 @@ class SubsetPolicy(Policy):
 
 
 @dataclass(frozen=True, kw_only=True)
-class BatchPolicy(SubsetPolicy):
-    """One subset for `group` consecutive tokens; 0 takes the whole pass, as these methods do for a decoding batch."""
+class Pruning(SubsetPolicy):
+    """Pruned experts lose their router rows: tokens choose their k among the rest, never fewer than k of them.
 
-    limits: ClassVar[str] = (
-        SubsetPolicy.limits + "; a pass of many tokens also needs nearly all experts, and group=16 decides as "
-        "a decoding batch of 16 would"
-    )
+    The threshold is the fraction of experts that is pruned. So a pruned model still runs k experts a token: pruning saves
+    memory, not slots.
+    """
 
-    group: int = 0
+    gain: Gain = "kept"
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_group(self.group)
+    @abstractmethod
+    def pruned(self, routing: Routing, most: int) -> Tensor:
+        """[E] bool, at most `most` of them."""
 
-
-def check_group(group: object) -> None:
-    if not isinstance(group, int) or group < 0:
-        raise PolicyError(f"group is a number of tokens, or 0 for the whole pass; not {group!r}.")
+    def allowed(self, routing: Routing) -> Tensor:
+        left = routing.ids.shape[-1] if self.refill else 1
+        return ~self.pruned(routing, experts_of(routing) - left).unsqueeze(0)
 
 
-def group_of(tokens: int, group: int, device: torch.device) -> Tensor:
-    """The group of each token, [T]."""
-    return torch.arange(tokens, device=device) // (group or max(tokens, 1))
+@dataclass(frozen=True, kw_only=True)
+class UniformPruning(Pruning):
+    """The same number of experts in every layer: ⌈τE⌉ of the lowest saliency, a table [E]."""
+
+    def pruned(self, routing: Routing, most: int) -> Tensor:
+        return removed_first(routing.tables[self.needs[0]]) < removals(routing, most)
 
 
-def group_sum(values: Tensor, routing: Routing, group: int) -> Tensor:
-    """values [T, E] summed over each token's group, padding left out, given back to each token: [T, E]."""
-    if routing.token_mask is not None:
-        values = values * routing.token_mask.unsqueeze(-1)
-    index = group_of(len(values), group, values.device)
-    groups = -(-len(values) // (group or max(len(values), 1)))
-    return values.new_zeros(groups, values.shape[-1]).index_add(0, index, values)[index]
+@dataclass(frozen=True, kw_only=True)
+class AimerPruning(UniformPruning):
+    """Remove the experts of each layer with the largest mean|W_e| / rms(W_e) over gate, up and down (AIMER, 2026)."""
+
+    name = "aimer:prune"
+    needs = ("aimer",)
 
 
-def marked(ids: Tensor, mark: Tensor, experts: int) -> Tensor:
-    """[T, E]: 1 at the experts of the slots in `mark` [T, k]."""
-    return torch.zeros(len(ids), experts, device=ids.device).scatter_add(-1, ids, mark.float()).clamp(max=1)
+def removals(routing: Routing, most: int) -> Tensor:
+    """How many experts go at this threshold; a tensor."""
+    return (routing.threshold * experts_of(routing)).ceil().clamp(max=most)
+
+
+def removed_first(saliency: Tensor) -> Tensor:
+    """The place of each expert in the order of removal, [E]; ties go by the lower id."""
+    return saliency.argsort(stable=True).argsort()
+
+
+def as_order(scores: Tensor) -> Tensor:
+    """Scores of any number of experts → the fraction of them that goes before each; in [0, 1)."""
+    return removed_first(scores.flatten()).reshape(scores.shape).to(torch.float32) / scores.numel()

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from .. import progress
-from ..checkpoint import MoELayer, MoEModel
+from ..checkpoint import MoEModel
 from ..checkpoint.model import check_sizes
 from ..errors import OutputError, PlanError, StructureError
 from ..files import cache_folder
@@ -23,7 +23,8 @@ logger = logging.getLogger("vllm.ace_moe")  # what happens in an engine's worker
 
 
 def build_plan(model: str | Path | PreTrainedModel | MoEModel, *, device: str | None = None) -> Plan:
-    """Tables of every MoE layer from weights alone; one layer is in memory at a time."""
+    """Tables of every MoE layer from weights alone, computed on the device that is asked for, else where the weights are; one
+    layer is in memory at a time."""
     moe = _moe(model)
     fingerprint = moe.fingerprint()
     check_sizes(fingerprint)
@@ -31,7 +32,8 @@ def build_plan(model: str | Path | PreTrainedModel | MoEModel, *, device: str | 
     undefined: dict[str, str] = {}
     with progress.task("layers", len(moe)) as task:
         for site in moe.sites:
-            found[site.key], missing = tables(_placed(moe.layer(site), device))
+            layer = moe.layer(site)
+            found[site.key], missing = tables(layer if device is None else layer.to(device))
             undefined = missing | undefined
             task.advance()
     return Plan(tables=whole_tables(found, undefined), fingerprint=fingerprint, model=moe.name, undefined=undefined)
@@ -43,11 +45,6 @@ def whole_tables(found: dict[str, dict[str, Tensor]], undefined: dict[str, str])
     if not any(kept.values()):
         raise StructureError(" ".join(undefined.values()))
     return kept
-
-
-def _placed(layer: MoELayer, device: str | None) -> MoELayer:
-    """On the device that was asked for; else where its weights are."""
-    return layer if device is None else layer.to(device)
 
 
 def add_tables(plan: Plan, wanted: Iterable[str], model: str | Path | PreTrainedModel | MoEModel) -> Plan:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,12 +49,6 @@ def checkpoint_name(moe: MoEModel) -> str:
     return hashlib.sha256(facts.encode()).hexdigest()
 
 
-def compute(moe: MoEModel, site: Site, device: str, checkpoint: str) -> Part:
-    found, undefined = tables(moe.layer(site).to(device))
-    sample = of.experts([site], moe.source).get(site.key)
-    return Part(site.key, checkpoint, found, undefined, of.router_of(site, moe.source), sample)
-
-
 class Parts:
     """The folder of parts beside a plan that is being made."""
 
@@ -64,14 +58,22 @@ class Parts:
     def path(self, key: str) -> Path:
         return self.folder / f"{re.sub(r'[^0-9A-Za-z._-]', '_', key)}.safetensors"
 
+    def make(self, moe: MoEModel, sites: Sequence[Site], device: str, done: Callable[[str], object]) -> None:
+        """These layers, one after another; `done` hears of each."""
+        name = checkpoint_name(moe)
+        for site in sites:
+            found, undefined = tables(moe.layer(site).to(device))
+            sample = of.experts([site], moe.source).get(site.key)
+            self.save(Part(site.key, name, found, undefined, of.router_of(site, moe.source), sample))
+            done(site.key)
+
     def save(self, part: Part) -> None:
         self.folder.mkdir(exist_ok=True)
-        sample = None if part.sample is None else {"rms": part.sample.rms, "sample": part.sample.sample}
+        sample = None if part.sample is None else vars(part.sample)
         facts = {"key": part.key, "checkpoint": part.checkpoint, "undefined": part.undefined, "sample": sample}
         tensors = {f"table:{n}": t for n, t in part.tables.items()} | {f"router:{n}": t for n, t in part.router.items()}
-        replace_whole(
-            self.path(part.key), save({n: t.contiguous() for n, t in tensors.items()}, {"ace": json.dumps(facts)})
-        )
+        data = save({n: t.contiguous() for n, t in tensors.items()}, {"ace": json.dumps(facts)})
+        replace_whole(self.path(part.key), data)
 
     def load(self, key: str) -> Part | None:
         """None where there is none; a damaged one is made again."""
@@ -80,10 +82,11 @@ class Parts:
                 facts: dict[str, Any] = json.loads((file.metadata() or {})["ace"])
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             sample = facts["sample"] and Sample(tuple(facts["sample"]["rms"]), facts["sample"]["sample"])
-            split = [
-                {n.partition(":")[2]: t for n, t in tensors.items() if n.startswith(k)} for k in ("table:", "router:")
-            ]
-            return Part(facts["key"], facts["checkpoint"], split[0], facts["undefined"], split[1], sample)
+            made, router = (
+                {n.removeprefix(kind): t for n, t in tensors.items() if n.startswith(kind)}
+                for kind in ("table:", "router:")
+            )
+            return Part(facts["key"], facts["checkpoint"], made, facts["undefined"], router, sample)
         except (SafetensorError, OSError, ValueError, KeyError, TypeError):
             return None
 
@@ -105,16 +108,10 @@ class Parts:
         routers = of.routers((part.key, part.router) for part in parts)
         fingerprint = Fingerprint(moe.structure(), routers, samples)
         check_sizes(fingerprint)
-        return assembled(parts, fingerprint, moe.name)
+        undefined = {name: why for part in reversed(parts) for name, why in part.undefined.items()}
+        return Plan(whole_tables({p.key: p.tables for p in parts}, undefined), fingerprint, moe.name, undefined)
 
     def remove(self) -> None:
         for path in self.folder.glob("*.safetensors"):
             path.unlink()
         self.folder.rmdir()
-
-
-def assembled(parts: Sequence[Part], fingerprint: Fingerprint, name: str) -> Plan:
-    undefined: dict[str, str] = {}
-    for part in parts:
-        undefined = part.undefined | undefined
-    return Plan(whole_tables({p.key: p.tables for p in parts}, undefined), fingerprint, name, undefined)

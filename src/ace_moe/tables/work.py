@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import shutil
 import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +18,7 @@ from ..checkpoint import MoEModel, Site
 from ..checkpoint.hub import Repository, StreamedSource
 from ..errors import OptionError
 from ..plan import Plan
-from .parts import Parts, checkpoint_name, compute
+from .parts import Parts
 
 
 @dataclass(frozen=True)
@@ -84,10 +82,7 @@ def estimate(moe: MoEModel, todo: Sequence[Site], workers: int) -> str:
 def _work(job: Job, moe: MoEModel, todo: Sequence[Site], total: int, parts: Parts) -> None:
     with progress.task("layers", total, total - len(todo)) as task:
         if job.workers == 1:
-            name = checkpoint_name(moe)
-            for site in todo:
-                parts.save(compute(moe, site, job.devices[0], name))
-                task.advance()
+            parts.make(moe, todo, job.devices[0], lambda key: task.advance())
         elif todo:
             _share_out(job, [site.key for site in todo], task)
 
@@ -112,13 +107,7 @@ def _share_out(job: Job, keys: list[str], task: progress.Task) -> None:
 def _run(job: Job, keys: list[str], number: int, count: int, done: Any) -> None:
     """In a worker: these layers, one after another."""
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // count))
-    parts, device = Parts(job.output), job.devices[number % len(job.devices)]
-    with ExitStack() as stack:
-        folder = Path(tempfile.mkdtemp(prefix="ace-"))
-        stack.callback(shutil.rmtree, folder, ignore_errors=True)
-        moe = job.open(folder)
-        name = checkpoint_name(moe)
-        for site in moe.sites:
-            if site.key in keys:
-                parts.save(compute(moe, site, device, name))
-                done.put(site.key)
+    with tempfile.TemporaryDirectory(prefix="ace-", ignore_cleanup_errors=True) as folder:
+        moe = job.open(Path(folder))
+        todo = [site for site in moe.sites if site.key in keys]
+        Parts(job.output).make(moe, todo, job.devices[number % len(job.devices)], done.put)

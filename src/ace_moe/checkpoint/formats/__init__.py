@@ -10,18 +10,11 @@ import re
 from collections import defaultdict
 
 from . import bitsandbytes, fp4, gptq, integers, scaled, torchao
-from .stored import PLAIN, Facts, Find, Get, Header, Headers, Stored, unreadable
+from .stored import PLAIN, Facts, Find, Get, Header, Headers, Stored, config_of, facts_of, unreadable
 
-__all__ = ["PLAIN", "Facts", "Get", "Header", "Headers", "Stored", "strays", "understand"]
+__all__ = ["PLAIN", "Facts", "Get", "Header", "Headers", "Stored", "config_of", "facts_of", "strays", "understand"]
 
-FORMATS: tuple[Find, ...] = (
-    bitsandbytes.find,
-    torchao.find,
-    gptq.find,
-    integers.find,
-    fp4.find,
-    scaled.find,
-)
+FORMATS: tuple[Find, ...] = tuple(f.find for f in (bitsandbytes, torchao, gptq, integers, fp4, scaled))
 # belongs to activations or the cache of keys and values, or repeats what shapes say
 NOT_WEIGHTS = re.compile(
     r"(^|[._])(input_scale|input_scale_inv|activation_scale|input_global_scale|input_zero_point|output_scale|qscale_act"
@@ -55,9 +48,8 @@ def _unpacked_name(key: str, header: Header) -> str:
 def _plain(name: str, key: str, header: Header) -> Stored:
     experts = header.shape[0] if len(header.shape) == 3 else None
     unknown = f"{key} is {header}, and no tensor beside it says in a known way what its numbers mean"
-    return Stored(
-        name, "plain", (key,), experts=experts, problem="" if header.dtype in PLAIN and name == key else unknown
-    )
+    problem = "" if header.dtype in PLAIN and name == key else unknown
+    return Stored(name, "plain", (key,), experts=experts, problem=problem)
 
 
 def _twice(name: str, key: str, headers: Headers) -> Stored:

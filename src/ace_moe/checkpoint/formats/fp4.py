@@ -37,7 +37,9 @@ def find(key: str, headers: Headers, facts: Facts) -> Stored | None:
             name, key, weight, f"with {scale} {headers[scale]}, not a factor for each {group} of {[*rows, k]}"
         )
     stack = rows[0] if len(rows) == 2 else None
-    return _mx(name, key, scale, stack) if group == 32 else _nv(name, key, scale, stack, headers, facts)
+    if group == 32:
+        return Stored(name, "mxfp4", (key, scale), lambda w, s: _grouped(w, e8m0(s), 32), stack)
+    return _nv(name, key, scale, stack, headers)
 
 
 def _shape(weight: Header) -> tuple[int, ...]:
@@ -45,16 +47,12 @@ def _shape(weight: Header) -> tuple[int, ...]:
     return weight.shape if weight.dtype == "F4" else (*weight.shape[:-1], 2 * weight.shape[-1])
 
 
-def _mx(name: str, key: str, scale: str, stack: int | None) -> Stored:
-    return Stored(name, "mxfp4", (key, scale), lambda w, s: _grouped(w, e8m0(s), 32), stack)
-
-
 def _grouped(packed: Tensor, factors: Tensor, group: int) -> Tensor:
     values = e2m1(packed)
     return values * up(factors, group, -1, values.shape[-1])
 
 
-def _nv(name: str, key: str, scale: str, stack: int | None, headers: Headers, facts: Facts) -> Stored:
+def _nv(name: str, key: str, scale: str, stack: int | None, headers: Headers) -> Stored:
     divides = beside(name, headers, "weight_global_scale")
     multiplies = beside(name, headers, "weight_scale_2")
     whole = divides or multiplies

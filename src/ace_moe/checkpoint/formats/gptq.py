@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ...errors import CheckpointError
-from .stored import FLOATS, Facts, Headers, Stored, unpacked, unreadable
+from .stored import FLOATS, Facts, Headers, Stored, named_groups, unpacked, unreadable
 
 ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 ONE = {2: 0x55555555, 4: 0x11111111, 8: 0x01010101}  # one in each field of a word
@@ -84,11 +84,7 @@ def _gptq(
     if g_idx is None:
         groups = torch.arange(k, device=qweight.device) // (k // count if k % count == 0 else size)
     else:
-        groups = g_idx.long()
-        if groups.shape != (k,) or int(groups.min()) < 0 or int(groups.max()) >= count:
-            raise CheckpointError(
-                f"{key}: its g_idx names groups that are not there. The file is damaged; download it again."
-            )
+        groups = named_groups(g_idx, k, count, key)
     zeros = unpacked(_second(qzeros, bits, first, symmetric, key), bits).float()
     return ((values - zeros[groups]) * scales.float()[groups]).mT
 

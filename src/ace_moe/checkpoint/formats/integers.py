@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ...errors import CheckpointError
-from .stored import FLOATS, Facts, Headers, Stored, beside, unpacked, unreadable
+from .stored import FLOATS, Facts, Headers, Stored, beside, named_groups, unpacked, unreadable
 
 USUAL = (2, 4, 8)
 
@@ -85,11 +85,7 @@ def _zeros(packed: Tensor, n: int, bits: int, dense: bool) -> Tensor:
 def _groups(g_idx: Tensor | None, k: int, count: int, key: str, device: torch.device) -> Tensor:
     """The group of each column [k]."""
     if g_idx is not None and not (g_idx < 0).any():
-        if g_idx.shape != (k,) or int(g_idx.max()) >= count:
-            raise CheckpointError(
-                f"{key}: its g_idx names groups that are not there. The file is damaged; download it again."
-            )
-        return g_idx.long()
+        return named_groups(g_idx, k, count, key)
     if count > 1 and k % count:
         raise CheckpointError(
             f"{key}: {k} columns are not {count} groups of one size. Give the unquantised checkpoint."

@@ -48,7 +48,7 @@ def find(key: str, headers: Headers, facts: Facts) -> Stored | None:
         key,
         "mxfp8" if exponents and sharing.block == (1, 32) else f"{kind} {sharing.said(*weight.shape[-2:])}",
         keys,
-        partial(_decode, sharing=sharing),
+        partial(decode, sharing=sharing),
         weight.shape[0] if stacked else None,
         frozenset() if each else frozenset(keys[1:]),
     )
@@ -128,7 +128,7 @@ def _given(facts: Facts) -> list[Pair]:
     return [(int(b[0]), int(b[1])) for b in found if isinstance(b, list | tuple) and len(b) == 2]
 
 
-def _decode(weight: Tensor, scale: Tensor, zero: Tensor | None = None, *, sharing: Sharing) -> Tensor:
+def decode(weight: Tensor, scale: Tensor, zero: Tensor | None = None, *, sharing: Sharing) -> Tensor:
     """[n, k] in fp32."""
     values = weight.float()
     if zero is not None:

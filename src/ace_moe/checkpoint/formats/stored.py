@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PretrainedConfig
+
+from ...errors import CheckpointError, brief
 
 PLAIN = ("BF16", "F16", "F32", "F64")
 FLOATS = ("BF16", "F16", "F32")  # what a factor is stored as
@@ -48,6 +53,29 @@ def _values(found: Any, name: str) -> list[Any]:
         own = [found[name]] if found.get(name) is not None else []
         return own + [v for part in found.values() for v in _values(part, name)]
     return [v for part in found for v in _values(part, name)] if isinstance(found, list) else []
+
+
+def facts_of(folder: Path, config: PretrainedConfig, metadata: Mapping[str, str]) -> Facts:
+    """What a checkpoint's own files say of its quantisation: config.json, or hf_quant_config.json beside it (ModelOpt)."""
+    return Facts(config_of(config) or _of_modelopt(folder / "hf_quant_config.json"), metadata)
+
+
+def config_of(config: PretrainedConfig) -> dict[str, Any]:
+    for part in (config, config.get_text_config()):
+        found = getattr(part, "quantization_config", None)
+        if found:
+            return found if isinstance(found, dict) else found.to_dict()
+    return {}
+
+
+def _of_modelopt(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        return {"quant_method": "modelopt", **found["quantization"]}
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path} cannot be read ({brief(error)}). It is damaged; download it again.") from error
 
 
 Headers = Mapping[str, Header]
@@ -92,20 +120,25 @@ def unreadable(name: str, key: str, header: Header, reason: str) -> Stored:
     return Stored(name, "unknown", (key,), problem=f"{key} is {header} {reason}")
 
 
-def stem_of(key: str) -> str:
-    """What companions' names begin with: "x.gate_proj." of "x.gate_proj.weight", "x.gate_up_proj_" of a fused parameter."""
-    return key.removesuffix("weight") if key.endswith(".weight") else f"{key}_"
-
-
 def beside(key: str, headers: Headers, *suffixes: str) -> str | None:
-    """The first companion there is, of a linear layer's weight or of a fused parameter."""
-    stem = stem_of(key)
+    """The first companion there is, of a linear layer's weight ("x.gate_proj." + suffix) or of a fused parameter
+    ("x.gate_up_proj_" + suffix)."""
+    stem = key.removesuffix("weight") if key.endswith(".weight") else f"{key}_"
     return next((stem + s for s in suffixes if stem + s in headers), None)
 
 
 def up(values: Tensor, block: int, dim: int, size: int) -> Tensor:
     """Each value `block` times along `dim`, cut to the weight's size: the last block may be ragged."""
     return values.repeat_interleave(block, dim).narrow(dim, 0, size)
+
+
+def named_groups(g_idx: Tensor, k: int, count: int, key: str) -> Tensor:
+    """The group of each column [k], as a file with act-order names them."""
+    if g_idx.shape != (k,) or int(g_idx.min()) < 0 or int(g_idx.max()) >= count:
+        raise CheckpointError(
+            f"{key}: its g_idx names groups that are not there. The file is damaged; download it again."
+        )
+    return g_idx.long()
 
 
 def e8m0(scale: Tensor) -> Tensor:

@@ -10,9 +10,8 @@ from __future__ import annotations
 import json
 from functools import partial
 
-from torch import Tensor
-
-from .stored import Facts, Headers, Stored, unreadable, up
+from .scaled import Sharing, decode
+from .stored import Facts, Headers, Stored, unreadable
 
 KINDS = {"Int8Tensor": "I8", "Float8Tensor": "F8_E4M3"}
 
@@ -38,15 +37,6 @@ def find(key: str, headers: Headers, facts: Facts) -> Stored | None:
     stack = weight.shape[0] if len(weight.shape) == 3 else None
     if stack and block[0] != 1:
         return unreadable(name, key, weight, "of torchao with factors that experts share")
-    return Stored(
-        name, f"torchao {'int8' if kind == 'Int8Tensor' else 'fp8'}", keys, partial(_decode, block=block[-2:]), stack
-    )
-
-
-def _decode(data: Tensor, scale: Tensor, zero: Tensor | None = None, *, block: list[int]) -> Tensor:
-    n, k = data.shape
-
-    def spread(values: Tensor) -> Tensor:
-        return up(up(values.float(), block[0], 0, n), block[1], 1, k)
-
-    return (data.float() if zero is None else data.float() - spread(zero)) * spread(scale)
+    sharing = Sharing((grid[-2], grid[-1]), (block[-2], block[-1]), halves=False)
+    what = f"torchao {'int8' if kind == 'Int8Tensor' else 'fp8'}"
+    return Stored(name, what, keys, partial(decode, sharing=sharing), stack)

@@ -1,0 +1,149 @@
+"""Scores that gates, tables and the router's probabilities give at once; most are a `Form`, which the kernels run too."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ..errors import PolicyError
+from ..rule import FUSIONS, Form, Fusion, Gain
+from .base import Routing, TokenPolicy
+from .scores import scores
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ace(TokenPolicy):
+    """c = max(p_GSP, p_RCR) with p_i = g_i A(e_i) / Σ_j g_j A(e_j), all [T, k] (Xu et al., ACE, 2026).
+
+    Its ablations fuse by `min` or `mean`.
+    """
+
+    name = "ace"
+    needs = ("gsp", "rcr")
+
+    fusion: Fusion = "max"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.fusion not in FUSIONS:
+            raise PolicyError(f"fusion must be max, min or mean, not {self.fusion!r}.")
+
+    @property
+    def form(self) -> Form:
+        return Form(self.needs, self.fusion)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gsp(TokenPolicy):
+    """c_i = g_i A_GSP(e_i) / Σ_j g_j A_GSP(e_j)."""
+
+    name = "gsp"
+    needs = ("gsp",)
+
+    @property
+    def form(self) -> Form:
+        return Form(self.needs)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rcr(Gsp):
+    """c_i = g_i A_RCR(e_i) / Σ_j g_j A_RCR(e_j). `centred=False`: router rows as they are, as in the authors' release."""
+
+    name = "rcr"
+
+    centred: bool = True
+
+    @property
+    def needs(self) -> tuple[str, ...]:  # type: ignore[override]
+        return ("rcr" if self.centred else "rcr_uncentred",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Aimer(Gsp):
+    """c_i = g_i K(e_i) / Σ_j g_j K(e_j), [T, k], with K(e) ∝ rms(W_e) / mean|W_e| (AIMER, 2026, as slot score).
+
+    This is how the ACE paper's release uses AIMER, with kept gates renormalised; the cited method prunes: `aimer:prune`.
+    """
+
+    name = "aimer"
+    needs = ("aimer",)
+
+    gain: Gain = "kept"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Share(TokenPolicy):
+    """c_i = g_i / Σ_j g_j: no table at all. `squared`: of g², the share of the power where outputs are orthogonal."""
+
+    name = "share"
+
+    squared: bool = False
+
+    @property
+    def form(self) -> Form:
+        return Form(power=2 if self.squared else 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TopP(TokenPolicy):
+    """c_i = 1 − Σ_{j before i} g_j / Σ_j g_j in descending gates, [T, k] (Huang et al., Dynamic MoE, 2024; τ = 1 − P).
+
+    The slot that crosses P is kept, and kept probabilities stay as they are. Their model is trained for it and applies
+    the rule to all E experts; here it is applied to the routed k. The ACE paper's comparison renormalised (gain kept).
+    `squared`: the mass of g² instead, our variant.
+    """
+
+    name = "top_p"
+
+    gain: Gain = "none"
+    squared: bool = False
+
+    @property
+    def form(self) -> Form:
+        return Form(power=2 if self.squared else 1, cumulative=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Relative(TokenPolicy):
+    """c_i = g_i / max_j g_j, [T, k] (ik_llama.cpp's `-ser Kmin,t`: min_active = Kmin, threshold = t).
+
+    The engine divides kept weights by their sum where the model normalises its gates.
+    """
+
+    name = "relative"
+    form = Form(norm="max")
+
+    gain: Gain = "kept"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fixed(TokenPolicy):
+    """Keep the top-k1 gates, divided by the mass of the router's top-k2: c_i = 1 − rank_i / k, [T, k].
+
+    ("Training-free halving of activated experts", 2026.) k1 follows from the threshold; `denominator` is k2, and 0
+    stands for the model's k: gates stay as they are. For k2 ≠ k, w_i = g_i · Σ_top-k p / Σ_top-k2 p.
+    """
+
+    name = "fixed"
+    form = Form(norm="rank")
+    stepwise = True
+    limits = "every token keeps the same number of slots, so ratios come in steps of 1/k"
+
+    gain: Gain = "none"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Score(TokenPolicy):
+    """c_i = p(e_i), [T, k]: the router's probability over all E experts (the "Score" baseline of Xu et al., ACE, 2026).
+
+    Kept gates are renormalised there.
+    """
+
+    name = "score"
+    needs_logits = True
+
+    gain: Gain = "kept"
+
+    def contribution(self, routing: Routing) -> Tensor:
+        return scores(routing).gather(-1, routing.ids).clamp(0, 1)
