@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 import sys
 import warnings
 from collections.abc import Iterable
@@ -84,14 +85,18 @@ app = typer.Typer(
 out, err = Plain(), Plain(stderr=True)
 SKIP = 0.3  # the budget where none is given
 AUTO = "auto"  # the policy where none is given: policies.AUTO, which takes seconds to import
+EMBEDDED = str(Path(__file__).parents[1] / "demo" / "model")
 MOST_BUDGETS = 1000  # each takes passes of the model; a range this long has a step with a zero too many
 
 
 def embedded(name: str | None) -> str | None:
     """ "demo" is the model that comes with the package, unless there is such a folder."""
-    if name != "demo" or Path(name).exists():
-        return name
-    return str(Path(__file__).parents[1] / "demo" / "model")
+    return name if name != "demo" or Path(name).exists() else EMBEDDED
+
+
+def as_typed(model: str) -> str:
+    """A model as it stands in a command to copy."""
+    return "demo" if model == EMBEDDED else shlex.quote(model)
 
 
 Model = Annotated[

@@ -20,6 +20,7 @@ from .common import (
     Quiet,
     Skip,
     WorkloadName,
+    as_typed,
     err,
     here,
     note,
@@ -141,7 +142,7 @@ def chat(
     ace = _ace(model, plan, skip, workload, allow_other_weights, deciding.settings)
     tokenizer, loaded = loading.load_both(model)
     uses = has_template(tokenizer) if template is None else template
-    show.print_line(err, f"{model}, {skip:.0%} of slots skipped. /help lists what else can be said.")
+    show.print_line(err, f"{as_typed(model)}, {skip:.0%} of slots skipped. /help lists what else can be said.")
     with ace(loaded):
         Talk(ace, loaded, tokenizer, max_new_tokens, uses).listen()
 

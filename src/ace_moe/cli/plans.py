@@ -18,6 +18,7 @@ from .common import (
     Model,
     PlanPath,
     Quiet,
+    as_typed,
     note,
     out,
     parse_budgets,
@@ -67,7 +68,7 @@ def plan(
         tables(model, output, quiet=True)
     budget(model, output, deciding, loading, text, budgets, window=window, tokens=tokens, as_json=as_json)
     if not as_json:
-        show.print_line(out, f"Next: ace run {model} --plan {output} --beside --prompt TEXT")
+        show.print_line(out, f"Next: ace run {as_typed(model)} --plan {output} --beside --prompt TEXT")
 
 
 @command(epilog="Example: ace tables Qwen/Qwen3-30B-A3B -o qwen3.safetensors")
@@ -127,7 +128,7 @@ def tables(
     out.print(show.plan_table(plan))
     show.print_line(
         out,
-        f"{output}: {len(plan.tables)} layers in {seconds:.1f} s. Next: ace budget {model} --plan {output}",
+        f"{output}: {len(plan.tables)} layers in {seconds:.1f} s. Next: ace budget {as_typed(model)} --plan {output}",
     )
     if pushed:
         show.print_line(out, f"pushed: {pushed}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -70,7 +71,7 @@ def serve(
     allow_other_weights: AllowOtherWeights = False,
     quiet: Quiet = False,
     dry_run: Annotated[
-        bool, typer.Option(help="Check everything, print vLLM's command as JSON and stop; needs no vLLM.")
+        bool, typer.Option(help="Check everything, print vLLM's command and stop; needs no vLLM.")
     ] = False,
 ) -> None:
     """Serve a model with vLLM. MODEL comes first; flags that are not listed here go to vLLM as they are."""
@@ -97,7 +98,7 @@ def serve(
     check(model, Settings.from_dict(config))
     command = server_command(model, config, place_experts(model, context.args))
     if dry_run:
-        return print(json.dumps(command))
+        return print(shlex.join(command))
     os.execv(command[0], command)
 
 

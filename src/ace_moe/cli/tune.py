@@ -15,6 +15,7 @@ from .common import (
     AsJson,
     Model,
     PlanPath,
+    as_typed,
     note,
     out,
     parse_budgets,
@@ -86,7 +87,7 @@ def tune(
     out.print(_evidence(found.recommendation))
     _warn(found.recommendation)
     label = found.recommendation["evidence"]["choice"]["label"]
-    following = f'ace run {model} --plan {plan} --skip {wanted[0]:g} --prompt "…"'
+    following = f'ace run {as_typed(model)} --plan {plan} --skip {wanted[0]:g} --prompt "…"'
     show.print_line(out, f"{plan}: {label} is recommended. Next: {following}")
 
 
