@@ -190,7 +190,7 @@ def test_inspect_model() -> None:
 def test_inspect_plan(plan: Path) -> None:
     """Everything in the file: tables of mean 1 and the thresholds with what they realised."""
     made = run_ace("inspect", plan, "--json").json
-    assert made["model"] == "model"
+    assert made["model"] == "demo-moe"
     assert [t["budget"] for t in made["thresholds"]] == [0.3, 0.5]
     assert all(abs(t["realised"] - t["budget"]) < 0.005 for t in made["thresholds"])
     for layer in made["tables"].values():

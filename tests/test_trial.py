@@ -36,7 +36,7 @@ def test_a_model_in_the_hubs_cache_has_its_own_name(tmp_path: Path) -> None:
     shutil.copytree(MODEL, folder)
     assert MoEModel.open(folder).name == called(folder) == called("owner/Some-MoE-A3B") == "Some-MoE-A3B"
     assert MoEModel.of(load_model(folder, "cpu")).name == "Some-MoE-A3B"
-    assert called(MODEL) == called(f"{MODEL}/") == "model"
+    assert called(MODEL) == called(f"{MODEL}/") == "demo-moe"
 
 
 # ---- texts ------------------------------------------------------------------------------------------------------------

@@ -85,7 +85,7 @@ app = typer.Typer(
 out, err = Plain(), Plain(stderr=True)
 SKIP = 0.3  # the budget where none is given
 AUTO = "auto"  # the policy where none is given: policies.AUTO, which takes seconds to import
-EMBEDDED = str(Path(__file__).parents[1] / "demo" / "model")
+EMBEDDED = str(Path(__file__).parents[1] / "demo" / "demo-moe")
 MOST_BUDGETS = 1000  # each takes passes of the model; a range this long has a step with a zero too many
 
 
