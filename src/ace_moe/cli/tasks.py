@@ -125,11 +125,13 @@ def evaluate_tasks(
     from ..evaluate.sandbox import check_allowed
     from ..evaluate.subject import identity_of
     from ..files import file_hash
-    from ..loading import check_device, default_device
+    from ..loading import check_device, default_device, share_cores
 
     check_output(output, "results", plan)
     names, skips, device = of.parse_tasks(tasks), parse_budgets(skip), device or default_device()
     check_device(device)
+    if device == "cpu":  # harnesses load models themselves
+        share_cores()
     known = {name: of.TASKS[name] for name in names if name in of.TASKS}
     check_harness(harness)
     if expand and harness != "lm-eval":
