@@ -8,16 +8,21 @@ import re
 import shlex
 import shutil
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
 import pytest
+from rich.console import Console
 
 from ace_moe import ACE
+from ace_moe.cli import show
+from ace_moe.cli.show_written import print_pair
 from ace_moe.demo import MODEL, TEXT
 from ace_moe.plan import Plan
 from ace_moe.planning import own_text
+from ace_moe.writing import Pair, Written
 from command import COMMANDS, run_ace
 
 PASS = ("--tokens", 1024, "--window", 256)  # a text pass of a fraction of a second
@@ -185,7 +190,7 @@ def test_inspect_model() -> None:
 def test_inspect_plan(plan: Path) -> None:
     """Everything in the file: tables of mean 1 and the thresholds with what they realised."""
     made = run_ace("inspect", plan, "--json").json
-    assert made["model"] == "model"
+    assert made["model"] == "demo-moe"
     assert [t["budget"] for t in made["thresholds"]] == [0.3, 0.5]
     assert all(abs(t["realised"] - t["budget"]) < 0.005 for t in made["thresholds"])
     for layer in made["tables"].values():
@@ -194,10 +199,22 @@ def test_inspect_plan(plan: Path) -> None:
     shown = run_ace("inspect", plan)
     assert shown.code == 0
     assert all(word in shown.out for word in ("gsp", "rcr", "30.0%", "50.0%"))
+    assert "│ ace " in shown.out and "max" not in shown.out, "settings that are not the usual ones"
+
+
+def test_the_table_of_budgets_fits_a_terminal(plan: Path) -> None:
+    """80 columns with every heading and number whole, intervals too."""
+    found = {name: {"value": 0.0157, "low": 0.0132, "high": 0.0177} for name in ("kl", "agreement", "acceptance")}
+    entries = [replace(t, fidelity=found) for t in Plan.load(plan).thresholds]
+    console = Console(file=io.StringIO(), width=80)
+    console.print(show.entries_table(entries))
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "…" not in shown and shown.count("0.0157 (0.0132–0.0177)") == len(entries) == 2
 
 
 def test_inspect_plan_without_thresholds_says_what_is_next(tmp_path: Path) -> None:
-    run_ace("tables", MODEL, "-o", tmp_path / "new.safetensors")
+    made = run_ace("tables", "demo", "-o", tmp_path / "new.safetensors")
+    assert "Next: ace budget demo --plan" in made.out
     assert "`ace budget`" in run_ace("inspect", tmp_path / "new.safetensors").out
 
 
@@ -245,6 +262,14 @@ def test_run_beside(plan: Path) -> None:
     shown = run_ace("run", MODEL, "-p", plan, *options, "--skip", 0.5).out
     assert "unskipped" in shown and "50% asked" in shown and re.search(r"\*\w+\*", shown)
     assert "Both texts are the same." in run_ace("run", MODEL, "-p", plan, *options, "--skip", 0).out
+
+
+@pytest.mark.parametrize(("seconds", "said"), [(2.0, True), (0.5, False)])
+def test_a_pair_that_is_not_faster_says_why(seconds: float, said: bool) -> None:
+    pair = Pair(Written("a b", 2, 0.0, 1.0), Written("a c", 2, 0.0, seconds), requested=0.3, realised=0.3)
+    console = Console(file=io.StringIO(), width=80)
+    print_pair(console, pair)
+    assert ("Not faster here" in console.file.getvalue()) == said  # type: ignore[attr-defined]
 
 
 @pytest.mark.long
@@ -296,5 +321,6 @@ def test_serve_shows_its_command_without_vllm(plan: Path) -> None:
     with patch("ace_moe.cli.serving._installed", return_value=False):
         shown = run_ace("serve", MODEL, "--plan", plan, "--skip", 0.3, "--dry-run", "--port", 8001)
         refused = run_ace("serve", MODEL, "--plan", plan, "--skip", 0.3)
-    assert shown.json[1:4] == ["-m", "vllm.entrypoints.cli.main", "serve"] and "8001" in shown.json
+    command = shlex.split(shown.out)
+    assert command[1:4] == ["-m", "vllm.entrypoints.cli.main", "serve"] and "8001" in command
     assert refused.code == 1 and "ace-moe[vllm]" in refused.err

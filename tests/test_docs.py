@@ -38,7 +38,7 @@ NOT_RUN = {
     r"--workers|--layers|--stream|--expand|--device-map": "several machines, quantised files or accelerate; tests/checkpoint",
     r"--methods all|^ace study|--max-kl|--reads": "minutes; tests/evaluate and tests/planning run them",
     r"^ace (compare|study thresholds) (demo|lab)-": "many minutes: it made a stored result",
-    r"^ace report .*eval.json": "reads what commands leave that are not run here",
+    r"^ace report .*eval.json|served.trace|latency.json": "reads what commands leave that are not run here",
     r"…|\.\.\.|\[--": "a pattern, not a command",
 }
 

@@ -71,7 +71,7 @@ def test_what_is_in_them(built: Path) -> None:
     with zipfile.ZipFile(next(built.glob("*.whl"))) as wheel:
         names = set(wheel.namelist())
         about = wheel.read(next(n for n in names if n.endswith("METADATA"))).decode()
-    for part in ("py.typed", "demo/model/model.safetensors", "demo/wikitext-2-slice.txt", "report/assets/"):
+    for part in ("py.typed", "demo/demo-moe/model.safetensors", "demo/wikitext-2-slice.txt", "report/assets/"):
         assert any(name.startswith(f"ace_moe/{part}") for name in names), part
     assert {name.split("/")[0] for name in names} == {
         "ace_moe",

@@ -222,8 +222,9 @@ def test_numbers_are_claims_that_hold(page: str) -> None:
 
 def test_the_readme_is_read_in_a_minute() -> None:
     """At most 700 words of prose; the first screen has the reason, the installation and code; the two commands are there."""
-    prose = re.sub(r"```.*?```|^    .*$|^\|.*$|<!--.*?-->|^!\[.*$", "", README, flags=re.S | re.M)
-    assert len(prose.split()) <= 700
+    prose = re.sub(r"```.*?```|<!--.*?-->", "", README, flags=re.S)
+    prose = re.sub(r"^(    |\||!\[).*", "", prose, flags=re.M)  # without re.S, or one line takes the rest along
+    assert "What does not" in prose and len(prose.split()) <= 700
     screen = README[: README.index("print(ace)")]
     assert screen.count("\n") < 30 and "pip install ace-moe" in screen and "```python" in screen
     assert re.search(r"^    make demo ", README, re.M) and re.search(r"^    make test ", README, re.M)

@@ -24,6 +24,7 @@ from ace_moe.evaluate.tasks import TASKS, read_rows
 from ace_moe.harnesses.base import folder_without_code
 from ace_moe.loading import load_model, share_cores
 from ace_moe.text import read_text
+from command import run_ace
 
 ROOT = Path(__file__).parents[1]
 
@@ -36,7 +37,7 @@ def test_a_model_in_the_hubs_cache_has_its_own_name(tmp_path: Path) -> None:
     shutil.copytree(MODEL, folder)
     assert MoEModel.open(folder).name == called(folder) == called("owner/Some-MoE-A3B") == "Some-MoE-A3B"
     assert MoEModel.of(load_model(folder, "cpu")).name == "Some-MoE-A3B"
-    assert called(MODEL) == called(f"{MODEL}/") == "model"
+    assert called(MODEL) == called(f"{MODEL}/") == "demo-moe"
 
 
 # ---- texts ------------------------------------------------------------------------------------------------------------
@@ -87,6 +88,14 @@ def test_threads_are_the_cores_that_are_free(
     used.append(8)
     share_cores()
     assert used[-1] == 8, "who says it, gets it"
+
+
+def test_task_harnesses_share_the_cores_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They load the model by themselves, past `load_model`; a harness that is none ends the command behind it."""
+    asked: list[bool] = []
+    monkeypatch.setattr("ace_moe.loading.share_cores", lambda: asked.append(True))
+    assert run_ace("eval", MODEL, "--tasks", "arc_easy", "--device", "cpu", "--harness", "none").code == 1
+    assert asked == [True]
 
 
 # ---- the decode loop ----------------------------------------------------------------------------------------------------

@@ -33,8 +33,8 @@ def test_the_nearest_is_advised_as_far_as_it_is_near() -> None:
     assert (
         found is not None and found["words"].startswith("share with gain power") and "0.0200 at 30 %" in found["words"]
     )
-    assert found["commands"] == ["ace plan m --policy share --gain power --budgets 0.4 -o plan.safetensors",
-                                 "ace serve m --plan plan.safetensors --skip 0.4"]  # fmt: skip
+    assert found["commands"] == ["ace plan MODEL --policy share --gain power --budgets 0.4 -o plan.safetensors",
+                                 "ace serve MODEL --plan plan.safetensors --skip 0.4"]  # fmt: skip
 
 
 def test_near_equals_are_decided_by_perplexity() -> None:

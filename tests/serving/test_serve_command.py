@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -35,7 +36,7 @@ def test_command_line(case_of: Callable[[str], Case], mapped: Path, tmp_path: Pa
         "off", "-tp", "2", "--additional-config", own, "--port", "80", "--dry-run",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    command = json.loads(done.stdout)
+    command = shlex.split(done.stdout)
     config = json.loads(command[command.index("--additional-config") + 1])
     assert config["ace"]["skip"] == {"prefill": 0.5, "decode": 0.2, "verify": 0.0}
     assert config["ace"]["kernels"] is False
@@ -72,7 +73,7 @@ def test_plan_is_made_when_none_is_given(case_of: Callable[[str], Case], tmp_pat
     done = ace(model, "--skip", "0.5", "--text", sample(tmp_path), "--dry-run", **cache)
     assert done.returncode == 0, done.stderr
     assert (0.5, "sample.txt") in [(t.budget, t.workload.name) for t in Plan.load(made).thresholds]
-    command = json.loads(done.stdout)
+    command = shlex.split(done.stdout)
     config = json.loads(command[command.index("--additional-config") + 1])
     assert os.path.samefile(config["ace"]["plan"], made)
 

@@ -44,6 +44,21 @@ class Commands(typer.core.TyperGroup):
         first = [name for names in PANELS.values() for name in names if name in self.commands]
         return first + [name for name in self.commands if name not in first]
 
+    def format_help(self, ctx: typer.Context, formatter: Any) -> None:
+        """The first page in rich's own words: typer's, with Markdown, takes as long to import as everything else here."""
+        from rich.panel import Panel
+        from rich.table import Table
+
+        out.print(f"\n [bold yellow]Usage:[/] ace COMMAND …\n\n {self.help}\n", highlight=False)
+        names = self.list_commands(ctx)
+        for panel in dict.fromkeys(self.commands[name].rich_help_panel for name in names):
+            table = Table.grid(padding=(0, 2))
+            table.add_column(style="bold cyan", min_width=max(map(len, names)))
+            for name in (n for n in names if self.commands[n].rich_help_panel == panel):
+                table.add_row(name, (self.commands[name].help or "").partition("\n\n")[0].replace("\n", " "))
+            out.print(Panel(table, title=panel, title_align="left", border_style="dim"), highlight=False)
+        out.print(" ace COMMAND --help shows its options, ace --version the release.\n", highlight=False)
+
     def invoke(self, ctx: typer.Context) -> Any:
         try:
             with progress.shown(Bars() if err.is_terminal else progress.Log(err.print)):

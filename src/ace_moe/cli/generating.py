@@ -124,7 +124,7 @@ def chat(
     ace = _ace(model, plan, skip, workload, allow_other_weights, deciding.settings)
     tokenizer, loaded = loading.load_both(model)
     uses = has_template(tokenizer) if template is None else template
-    say(f"{model}, {skip:.0%} of slots skipped. /help lists what else can be said.", err)
+    say(f"{opt.as_typed(model)}, {skip:.0%} of slots skipped. /help lists what else can be said.", err)
     with ace(loaded):
         Talk(ace, loaded, tokenizer, max_new_tokens, uses).listen()
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+
+EMBEDDED = str(Path(__file__).parents[1] / "demo" / "demo-moe")
 
 
 def option(meaning: str, *names: str, **more: Any) -> Any:
@@ -25,9 +28,12 @@ def here(plan: Path | None) -> Path | None:
 
 def embedded(name: str | None) -> str | None:
     """ "demo" is the model that comes with the package, unless there is such a folder."""
-    if name != "demo" or Path(name).exists():
-        return name
-    return str(Path(__file__).parents[1] / "demo" / "model")
+    return name if name != "demo" or Path(name).exists() else EMBEDDED
+
+
+def as_typed(model: str) -> str:
+    """A model as it stands in a command to copy."""
+    return "demo" if model == EMBEDDED else shlex.quote(model)
 
 
 FORWARDED = {"allow_extra_args": True, "ignore_unknown_options": True}  # of commands that hand on what they do not know

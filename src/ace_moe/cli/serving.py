@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +24,7 @@ PLAN = "The plan: a file, or owner/name. Default: made from the checkpoint and k
 TEXT = "Text to map the budget on, where the plan has none for it. Default: the model's own."
 TRACE = "Keep what the routers say of served tokens in this file. It can betray what was said: guard it."
 RESTORE = "Run skipped slots whose expert is read anyway. Default: yes, in decode."
-DRY_RUN = "Check everything, print vLLM's command as JSON and stop; needs no vLLM."
+DRY_RUN = "Check everything, print vLLM's command and stop; needs no vLLM."
 
 
 @command(
@@ -76,7 +77,7 @@ def serve(
     check(model, Settings.from_dict(config))
     command = server_command(model, config, place_experts(model, context.args))
     if dry_run:
-        return print(json.dumps(command))
+        return print(shlex.join(command))
     os.execv(command[0], command)
 
 

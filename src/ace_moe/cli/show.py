@@ -85,12 +85,11 @@ def entries_table(entries: Sequence[Threshold]) -> Table:
             f"{t.budget:.1%}",
             f"{t.threshold:.6f}",
             f"{t.realised:.2%}",
-            str(t.passes) if t.corrected else "–",
             *_distance(t),
         ]
         for t in entries
     ]
-    columns = ["budget", "threshold", "realised", "correction passes", "KL", "same top token", "acceptance"]
+    columns = ["budget", "threshold", "realised", "KL", "same\ntoken", "acceptance"]
     return table("thresholds", columns, rows)
 
 
@@ -100,7 +99,7 @@ def _distance(entry: Threshold) -> list[str]:
     if found is None:
         return ["–"] * 3
     kl = found["kl"]
-    bounds = "" if kl["low"] is None else f" ({kl['low']:.4f} – {kl['high']:.4f})"
+    bounds = "" if kl["low"] is None else f" ({kl['low']:.4f}–{kl['high']:.4f})"
     return [f"{kl['value']:.4f}{bounds}", f"{found['agreement']['value']:.1%}", f"{found['acceptance']['value']:.1%}"]
 
 
@@ -147,7 +146,7 @@ def print_plan(console: Console, plan: Plan) -> None:
         return
     rows = [
         [
-            f"{t.policy}{''.join(f' {v}' for v in t.params.values())}{f' {t.factor}' if t.factor else ''}",
+            f"{_method(t)}{f' {t.factor}' if t.factor else ''}",
             t.gain,
             str(t.min_active),
             f"{t.budget:.1%}",
@@ -160,6 +159,15 @@ def print_plan(console: Console, plan: Plan) -> None:
     console.print(
         table("thresholds", ["policy", "gain", "min active", "budget", "threshold", "realised", "workload"], rows)
     )
+
+
+def _method(entry: Threshold) -> str:
+    """As it is typed at --policy, defaults left out: ace, share:squared=true."""
+    from ..policies import POLICIES
+
+    usual = POLICIES[entry.policy]().params if entry.policy in POLICIES else {}
+    given = {k: str(v).lower() for k, v in entry.params.items() if usual.get(k) != v}
+    return ":".join([entry.policy, *(f"{k}={v}" for k, v in given.items())])
 
 
 def model_json(moe: MoEModel) -> dict[str, Any]:

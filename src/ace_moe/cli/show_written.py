@@ -12,6 +12,10 @@ if TYPE_CHECKING:
     from ..writing import Pair, Words
 
 DIFFERS = "bold yellow"
+NOT_FASTER = (
+    "Not faster here: skipping saves the reading and computing of experts. That is most of the time of a large model on a GPU, "
+    "little of a small one's, which deciding and launching take up (docs/speed.md)."
+)
 
 
 def print_pair(console: Console, pair: Pair, prompt: str | None = None) -> None:
@@ -27,6 +31,8 @@ def print_pair(console: Console, pair: Pair, prompt: str | None = None) -> None:
     made.add_row(*(f"{text.tokens} tokens, {text.speed:.1f} a second" for text in (pair.unskipped, pair.skipped)))
     console.print(made, highlight=False)
     console.print(_agreement(pair), highlight=False)
+    if pair.requested and pair.skipped.speed < pair.unskipped.speed:
+        console.print(NOT_FASTER, highlight=False)
 
 
 def _marked(words: Words, colours: bool) -> Text:

@@ -102,11 +102,13 @@ def evaluate_tasks(
     from ..evaluate import tasks as of
     from ..evaluate.sandbox import check_allowed
     from ..evaluate.subject import identity_of
-    from ..loading import check_device, default_device
+    from ..loading import check_device, default_device, share_cores
 
     check_output(output, "results", plan)
     names, skips, device = of.parse_tasks(tasks), parse_budgets(skip), device or default_device()
     check_device(device)
+    if device == "cpu":  # harnesses load models themselves
+        share_cores()
     known = {name: of.TASKS[name] for name in names if name in of.TASKS}
     check_harness(harness)
     if expand and harness != "lm-eval":

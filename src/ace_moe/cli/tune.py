@@ -67,7 +67,7 @@ def tune(
     out.print(_evidence(found.recommendation))
     _warn(found.recommendation)
     label = found.recommendation["evidence"]["choice"]["label"]
-    following = f'ace run {model} --plan {plan} --skip {wanted[0]:g} --prompt "…"'
+    following = f'ace run {opt.as_typed(model)} --plan {plan} --skip {wanted[0]:g} --prompt "…"'
     say(f"{plan}: {label} is recommended. Next: {following}")
 
 

@@ -24,7 +24,7 @@ from ..text import Windows
 from ..writing import Pair, tokens_of, write_pair
 
 HERE = Path(__file__).parent
-MODEL, TEXT = HERE / "model", HERE / "wikitext-2-slice.txt"
+MODEL, TEXT = HERE / "demo-moe", HERE / "wikitext-2-slice.txt"
 BUDGETS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6)
 WINDOW, TOKENS = 1024, 6 * 1024
 PROMPT, NEW_TOKENS, SHOWN = "The river rises in the mountains and", 40, 0.3

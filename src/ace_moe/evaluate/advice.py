@@ -27,7 +27,7 @@ def advise(results: Results) -> Results | None:
     found = best(ways)
     how = "nearest to the unskipped model" if found is nearest(ways) else TIED
     cells = sorted(found, key=lambda c: c["budget"])
-    return {"words": words(cells, how, results["workload"]), "commands": commands(cells, results["model"]["name"])}
+    return {"words": words(cells, how, results["workload"]), "commands": commands(cells)}
 
 
 def usable(method: str) -> bool:
@@ -85,9 +85,10 @@ def _percent(part: float) -> str:
     return f"{100 * part:.4g} %"
 
 
-def commands(cells: list[Results], model: str) -> list[str]:
+def commands(cells: list[Results]) -> list[str]:
+    """To copy; results know a model by its last name alone, so the reader puts in where it is."""
     method, gain, budget = cells[0]["method"], cells[0]["gain"], (reach(cells) or cells[0])["budget"]
     named = f"--preset {method}" if method in PRESETS else f"--policy {method}"
     gains = "" if method in PRESETS or ":gain=" in method else f" --gain {gain}"
-    return [f"ace plan {model} {named}{gains} --budgets {budget:g} -o plan.safetensors",
-            f"ace serve {model} --plan plan.safetensors --skip {budget:g}"]  # fmt: skip
+    return [f"ace plan MODEL {named}{gains} --budgets {budget:g} -o plan.safetensors",
+            f"ace serve MODEL --plan plan.safetensors --skip {budget:g}"]  # fmt: skip
