@@ -1,4 +1,4 @@
-"""The figures of docs/host.md are the stored results, and a page without a part's marks is noticed."""
+"""The figures of docs/host.md and docs/serving.md are the stored results; a page without a part's marks is noticed."""
 
 import sys
 from pathlib import Path
@@ -7,12 +7,14 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent.parent.parent / "benchmarks"))
 
+import executors_page
 import host_page
 import pages
 
 
-def test_the_page_is_the_stored_results():
-    assert host_page.PAGE.read_text(encoding="utf-8") == host_page.page()
+@pytest.mark.parametrize("made", [host_page, executors_page])
+def test_the_page_is_the_stored_results(made):
+    assert made.PAGE.read_text(encoding="utf-8") == made.page()
 
 
 def test_parts_go_between_their_marks(tmp_path):
