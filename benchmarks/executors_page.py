@@ -15,8 +15,8 @@ NAMES = {
 }
 COLUMNS = ["shape", "kernel", "batch", "vLLM", "0 %", "60 %", "× own 0 %"]
 ABOVE = """\
-One {device}, {layers} layers with random weights, milliseconds of a decode step on the device (`step_ms`). In every row the experts
-that no token keeps were filled with NaN or huge numbers, and the output stayed the same to the last bit:
+One {device}, {layers} layers with random weights, milliseconds of a decode step on the device (`step_ms`). In every row the
+experts that no token keeps were filled with NaN or huge numbers, and the output stayed the same to the last bit:
 
 """
 

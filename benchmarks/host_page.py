@@ -31,7 +31,7 @@ def hosted(rows: list[Row], rate: float) -> str:
 
 def served() -> str:
     found, lines = load("offload_vllm_h200.json"), []
-    for run in found["runs"]:
+    for run in found["places"]:
         for row in run["rows"]:
             ms = list(row["ms"].values())
             lines.append(
