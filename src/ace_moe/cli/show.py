@@ -80,18 +80,13 @@ def plan_table(plan: Plan) -> Table:
 
 def entries_table(entries: Sequence[Threshold]) -> Table:
     """Budgets with what they realise and what they do to predictions."""
-    rows = [
-        [
-            f"{t.budget:.1%}",
-            f"{t.threshold:.6f}",
-            f"{t.realised:.2%}",
-            str(t.passes) if t.corrected else "–",
-            *_distance(t),
-        ]
-        for t in entries
-    ]
+    rows = [[*_numbers(t), str(t.passes) if t.corrected else "–", *_distance(t)] for t in entries]
     columns = ["budget", "threshold", "realised", "correction passes", "KL", "same top token", "acceptance"]
     return table("thresholds", columns, rows)
+
+
+def _numbers(entry: Threshold) -> list[str]:
+    return [f"{entry.budget:.1%}", f"{entry.threshold:.6f}", f"{entry.realised:.2%}"]
 
 
 def _distance(entry: Threshold) -> list[str]:
@@ -110,19 +105,12 @@ def entry_json(entry: Threshold) -> dict[str, Any]:
 
 
 def demo_table(cells: Sequence[Cell]) -> Table:
-    rows = [
-        [
-            "unskipped" if c.budget == 0 else c.rule,
-            f"{c.budget:.0%}",
-            f"{c.realised:.2%}",
-            f"{c.threshold:.4f}",
-            f"{c.perplexity:.2f}",
-        ]
-        for c in cells
-    ]
-    return table(
-        "demo-moe on WikiText-2 (6 × 1,024 tokens)", ["rule", "budget", "realised", "threshold", "perplexity"], rows
-    )
+    rows = []
+    for c in cells:
+        numbers = [f"{c.budget:.0%}", f"{c.realised:.2%}", f"{c.threshold:.4f}", f"{c.perplexity:.2f}"]
+        rows.append([c.rule if c.budget else "unskipped", *numbers])
+    columns = ["rule", "budget", "realised", "threshold", "perplexity"]
+    return table("demo-moe on WikiText-2 (6 × 1,024 tokens)", columns, rows)
 
 
 def plan_json(plan: Plan) -> dict[str, Any]:
@@ -145,21 +133,12 @@ def print_plan(console: Console, plan: Plan) -> None:
     if not plan.thresholds:
         console.print("no thresholds yet: map them with `ace budget`")
         return
-    rows = [
-        [
-            f"{t.policy}{''.join(f' {v}' for v in t.params.values())}{f' {t.factor}' if t.factor else ''}",
-            t.gain,
-            str(t.min_active),
-            f"{t.budget:.1%}",
-            f"{t.threshold:.6f}",
-            f"{t.realised:.2%}",
-            t.workload.name,
-        ]
-        for t in plan.thresholds
-    ]
-    console.print(
-        table("thresholds", ["policy", "gain", "min active", "budget", "threshold", "realised", "workload"], rows)
-    )
+    rows = []
+    for t in plan.thresholds:
+        policy = " ".join(map(str, (t.policy, *t.params.values(), *([t.factor] if t.factor else []))))
+        rows.append([policy, t.gain, str(t.min_active), *_numbers(t), t.workload.name])
+    columns = ["policy", "gain", "min active", "budget", "threshold", "realised", "workload"]
+    console.print(table("thresholds", columns, rows))
 
 
 def model_json(moe: MoEModel) -> dict[str, Any]:
