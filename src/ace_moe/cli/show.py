@@ -50,9 +50,8 @@ def check_writable(path: Path) -> None:
     if not folder.is_dir():
         raise OutputError(f"There is no folder {folder} to write {path.name} into. Create it, or choose another place.")
     if path.is_dir() or not os.access(folder, os.W_OK):
-        raise OutputError(
-            f"{path} cannot be written: {'it is a folder' if path.is_dir() else 'no permission'}. Choose another place."
-        )
+        why = "it is a folder" if path.is_dir() else "no permission"
+        raise OutputError(f"{path} cannot be written: {why}. Choose another place.")
 
 
 def check_folder(path: Path) -> None:
@@ -60,10 +59,8 @@ def check_folder(path: Path) -> None:
     path = expand(path)
     existing = next((p for p in (path, *path.resolve().parents) if p.exists()), path)
     if not existing.is_dir() or not os.access(existing, os.W_OK):
-        raise OutputError(
-            f"{path} cannot be written: {f'no permission in {existing}' if existing.is_dir() else f'{existing} is a file'}. "
-            "Choose another folder with -o."
-        )
+        why = f"no permission in {existing}" if existing.is_dir() else f"{existing} is a file"
+        raise OutputError(f"{path} cannot be written: {why}. Choose another folder with -o.")
     if (path / "config.json").exists():
         raise OutputError(f"{path} is a checkpoint, which must stay as it is. Choose another folder with -o.")
 
@@ -207,9 +204,8 @@ def print_model(console: Console, moe: MoEModel) -> None:
     _print_folded(console, "stored as", {key: ", ".join(found) for key, found in moe.formats().items()})
     print_line(console, f"runs: {how_it_runs(moe)}")
     for key, size in outliers(moe.fingerprint()).items():
-        print_line(
-            console, f"layer {key}: experts of rms {size:.3g} are no weights; a factor of their format is missing"
-        )
+        wrong = f"experts of rms {size:.3g} are no weights; a factor of their format is missing"
+        print_line(console, f"layer {key}: {wrong}")
     for path in moe.not_covered:
         print_line(console, f"not covered: {path} (a text pass never reaches it)")
 
@@ -222,8 +218,7 @@ def print_pair(console: Console, pair: dict[str, Any]) -> None:
     ]
     columns = ["layer", "table", "mean change", "largest change", "rank correlation"]
     console.print(table(f"tables of {pair['model']} against those of {pair['other']}", columns, rows))
-    print_line(
-        console, f"routers: {'the same, so one plan serves both' if pair['same_routers'] else pair['difference']}"
-    )
+    routers = "the same, so one plan serves both" if pair["same_routers"] else pair["difference"]
+    print_line(console, f"routers: {routers}")
     if pair["experts"]:
         print_line(console, pair["experts"])

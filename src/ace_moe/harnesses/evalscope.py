@@ -71,23 +71,24 @@ def _meta(name: str, template: str) -> BenchmarkMeta:
     )
 
 
-@register_benchmark(_meta(CHOICE, MultipleChoiceTemplate.SINGLE_ANSWER))
-class ChoiceAdapter(MultiChoiceAdapter):
-    """Rows of one of our tasks with choices, asked with EvalScope's template."""
+class Local:
+    """Questions are in a file."""
 
     def load_from_disk(self, **kwargs: Any) -> Any:
-        return super().load_from_disk(use_local_loader=True)
+        return super().load_from_disk(use_local_loader=True)  # type: ignore[misc]
+
+
+@register_benchmark(_meta(CHOICE, MultipleChoiceTemplate.SINGLE_ANSWER))
+class ChoiceAdapter(Local, MultiChoiceAdapter):
+    """Rows of one of our tasks with choices, asked with EvalScope's template."""
 
     def record_to_sample(self, record: dict[str, Any]) -> Sample:
         return Sample(input=record["question"], choices=record["choices"], target=LETTERS[record["gold"]])
 
 
 @register_benchmark(_meta(TEXT, "{question}"))
-class TextAdapter(DefaultDataAdapter):
+class TextAdapter(Local, DefaultDataAdapter):
     """Rows of one of our tasks that are answered with a text, judged by the task."""
-
-    def load_from_disk(self, **kwargs: Any) -> Any:
-        return super().load_from_disk(use_local_loader=True)
 
     def record_to_sample(self, record: dict[str, Any]) -> Sample:
         return Sample(input=record["question"], target="", metadata={"task": record["task"], "row": record["row"]})
