@@ -71,24 +71,23 @@ def _meta(name: str, template: str) -> BenchmarkMeta:
     )
 
 
-class Local:
-    """Questions are in a file."""
+@register_benchmark(_meta(CHOICE, MultipleChoiceTemplate.SINGLE_ANSWER))
+class ChoiceAdapter(MultiChoiceAdapter):
+    """Rows of one of our tasks with choices, asked with EvalScope's template."""
 
     def load_from_disk(self, **kwargs: Any) -> Any:
-        return super().load_from_disk(use_local_loader=True)  # type: ignore[misc]
-
-
-@register_benchmark(_meta(CHOICE, MultipleChoiceTemplate.SINGLE_ANSWER))
-class ChoiceAdapter(Local, MultiChoiceAdapter):
-    """Rows of one of our tasks with choices, asked with EvalScope's template."""
+        return super().load_from_disk(use_local_loader=True)
 
     def record_to_sample(self, record: dict[str, Any]) -> Sample:
         return Sample(input=record["question"], choices=record["choices"], target=LETTERS[record["gold"]])
 
 
 @register_benchmark(_meta(TEXT, "{question}"))
-class TextAdapter(Local, DefaultDataAdapter):
+class TextAdapter(DefaultDataAdapter):
     """Rows of one of our tasks that are answered with a text, judged by the task."""
+
+    def load_from_disk(self, **kwargs: Any) -> Any:
+        return super().load_from_disk(use_local_loader=True)
 
     def record_to_sample(self, record: dict[str, Any]) -> Sample:
         return Sample(input=record["question"], target="", metadata={"task": record["task"], "row": record["row"]})
