@@ -13,11 +13,13 @@ import argparse
 import json
 import statistics
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 sys.path.append(str(Path(__file__).parent))  # behind the version's own
 
+from running import in_turn, made_here, parser, settled, store
 from versions import HERE, Version, serve
 
 ROUNDS = 7
@@ -54,12 +56,7 @@ class Worker:
             self.timed = made(self.model, draw(batch, tokens + more))
 
     def settle(self, ratio: float) -> float:
-        """τ that realises the ratio at this size; bisection by hand, since its place differs between versions."""
-        low, high = 0.0, 1.0
-        for _ in range(16 if ratio else 0):
-            middle = (low + high) / 2
-            low, high = (middle, high) if self.time(middle)[1] < ratio else (low, middle)
-        return (low + high) / 2 if ratio else 0.0
+        return settled(lambda tau: self.time(tau)[1], ratio, 16)
 
     def time(self, tau: float, repeats: int = 1) -> tuple[float, float]:
         """(milliseconds, realised ratio)."""
@@ -78,10 +75,7 @@ def measure(pair: dict[str, Version], size: tuple[str, int, int], ratios: list[f
     rows = []
     for ratio in ratios:
         tau = pair["this"].settle(ratio)
-        found: dict[str, list[tuple[float, float]]] = {name: [] for name in pair}
-        for _ in range(ROUNDS):
-            for name, version in pair.items():
-                found[name].append(version.time(tau, 3))
+        found = in_turn({name: partial(version.time, tau, 3) for name, version in pair.items()}, ROUNDS)
         ms = {name: statistics.median(t for t, _ in times) for name, times in found.items()}
         realised = {name: times[-1][1] for name, times in found.items()}
         row = {"what": size[0], "tokens": size[1], "batch": size[2], "ratio": ratio, "threshold": tau}
@@ -97,17 +91,11 @@ def sizes(options: argparse.Namespace) -> list[tuple[str, int, int]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("other", type=Path, nargs="?")
-    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--shape", default="qwen3-30b-a3b")
-    parser.add_argument("--layers", type=int)
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--decode", default="1,4,16,64")
-    parser.add_argument("--prefill", default="1024x4")
-    parser.add_argument("--skip", default="0,0.6")
-    parser.add_argument("-o", "--out", type=Path)
-    options = parser.parse_args()
+    made = parser(__doc__, shape="qwen3-30b-a3b", device="cuda", decode="1,4,16,64", prefill="1024x4", skip="0,0.6")
+    made.add_argument("other", type=Path, nargs="?")
+    made.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
+    made.add_argument("--layers", type=int)
+    options = made.parse_args()
     if options.serve:
         return serve(Worker(options.shape, options.layers, options.device))
     flags = ["--shape", options.shape, "--device", options.device]
@@ -119,15 +107,9 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     for size in sizes(options):
         rows += measure(pair, size, [float(r) for r in options.skip.split(",")])
-        if options.out:
-            options.out.write_text(json.dumps({"command": command(options), "rows": rows}, indent=1) + "\n")
+        store(options.out, made_here(rows=rows))
     for version in pair.values():
         version.end()
-
-
-def command(options: argparse.Namespace) -> str:
-    flags = f"--shape {options.shape} --decode {options.decode} --prefill {options.prefill} --skip {options.skip}"
-    return f"python benchmarks/against.py OTHER {flags}"
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from typing import Any
 
 import pages
 from pages import DOCS, RESULTS, Row, percent
+from running import parser, store
 
 from ace_moe import ACE, build_plan
 from ace_moe.evaluate.compare import MEASURES
@@ -108,18 +109,13 @@ def page() -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("models", type=Path, nargs="*")
-    parser.add_argument("--map", type=Path, help="text of τ and statistics")
-    parser.add_argument("--text", type=Path, help="measured text")
-    parser.add_argument("--budgets", type=float, nargs="+", default=[0.3, 0.5])
-    parser.add_argument("--tokens", type=int, default=32768, help="of each text")
-    parser.add_argument("--window", type=int, default=1024)
-    parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--page", action="store_true")
-    parser.add_argument("-o", "--out", type=Path, default=STORED)
-    options = parser.parse_args()
+    made = parser(__doc__, budgets=[0.3, 0.5], window=1024, batch=1, device="cpu", page=False)
+    made.add_argument("models", type=Path, nargs="*")
+    made.add_argument("--map", type=Path, help="text of τ and statistics")
+    made.add_argument("--text", type=Path, help="measured text")
+    made.add_argument("--tokens", type=int, default=32768, help="of each text")
+    made.set_defaults(out=STORED)
+    options = made.parse_args()
     if options.page:
         PAGE.write_text(page(), encoding="utf-8")
     for path in options.models:
@@ -128,15 +124,8 @@ def main() -> None:
         before = json.loads(options.out.read_text(encoding="utf-8")) if options.out.exists() else {}
         rows = [r for r in before.get("rows", []) if r["model"] != path.name] + measured(path, options)
         runs = [r for r in before.get("runs", []) if r["model"] != path.name] + [{"model": path.name, **record}]
-        result = {
-            "kind": "aligned",
-            "map": options.map.name,
-            "text": options.text.name,
-            **sizes,
-            "runs": runs,
-            "rows": rows,
-        }
-        options.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        texts = {"map": options.map.name, "text": options.text.name}
+        store(options.out, {"kind": "aligned", **texts, **sizes, "runs": runs, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from running import Row, parser
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -35,7 +36,6 @@ from ace_moe.statistics import mean_difference, mean_interval
 
 NAMES = ("lambada", "piqa", "arc_easy", "sciq")
 BUDGETS = (0.3, 0.5, 0.6)
-Row = dict[str, Any]
 
 
 # ---- questions --------------------------------------------------------------------------------------------------------
@@ -169,17 +169,16 @@ def study(source: Path, options: argparse.Namespace, result: Row) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("models", type=Path, nargs="+")
-    parser.add_argument("--text", type=Path, required=True, help="text the thresholds are found on")
-    parser.add_argument("--data", type=Path, required=True, help="folder with the tasks' .jsonl files")
-    parser.add_argument("--tune", action="store_true", help="auto is what a search on the text finds")
-    parser.add_argument("--tokens", type=int, default=16384, help="of the text")
-    parser.add_argument("--limit", type=int, help="questions of each task")
-    parser.add_argument("--at-once", type=int, default=8192, help="tokens of a pass")
-    parser.add_argument("--device")
-    parser.add_argument("-o", "--out", type=Path, required=True)
-    options = parser.parse_args()
+    made = parser(__doc__, must_store=True)
+    made.add_argument("models", type=Path, nargs="+")
+    made.add_argument("--text", type=Path, required=True, help="text the thresholds are found on")
+    made.add_argument("--data", type=Path, required=True, help="folder with the tasks' .jsonl files")
+    made.add_argument("--tune", action="store_true", help="auto is what a search on the text finds")
+    made.add_argument("--tokens", type=int, default=16384, help="of the text")
+    made.add_argument("--limit", type=int, help="questions of each task")
+    made.add_argument("--at-once", type=int, default=8192, help="tokens of a pass")
+    made.add_argument("--device")
+    options = made.parse_args()
     files = [options.text, *(find_file(TASKS[name], options.data) for name in NAMES)]
     result: Row = json.loads(options.out.read_text()) if options.out.exists() else {"kind": "answers", "rows": []}
     result["provenance"] = provenance(options.device or "cpu", {p.name: file_hash(p) for p in files if p})

@@ -13,13 +13,11 @@ Exit status 1 if a bar is missed. Without a GPU it runs without graphs.
 
 from __future__ import annotations
 
-import argparse
-import json
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
+from running import made_here, parser, store
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -153,11 +151,10 @@ def missed(found: Found) -> bool:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("-o", "--out", type=Path)
-    parser.add_argument("--sizes", nargs="+", default=list(SIZES), choices=list(SIZES))
-    parser.add_argument("--families", nargs="+", default=list(OWN), choices=list(OWN))
-    given = parser.parse_args()
+    made = parser(__doc__)
+    made.add_argument("--sizes", nargs="+", default=list(SIZES), choices=list(SIZES))
+    made.add_argument("--families", nargs="+", default=list(OWN), choices=list(OWN))
+    given = made.parse_args()
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     rows = []
     print(f"{'family':16} {'size':7} {'dtype':9} batch    τ  skipped  tokens  equal    error    plain  forgotten")
@@ -179,10 +176,7 @@ def main() -> None:
                 f"{family:16} {size:7} {found.dtype:9} {batch:5} {threshold:5} {numbers} {found.forgotten:10} {verdict}",
                 flush=True,
             )
-    device = torch.cuda.get_device_name() if DEVICE == "cuda" else "cpu"
-    if given.out is not None:
-        facts = {"command": "python benchmarks/check_decoder_gpu.py", "device": device, "torch": torch.__version__}
-        given.out.write_text(json.dumps({**facts, "rows": rows}, indent=1) + "\n")
+    store(given.out, made_here(torch=torch.__version__, rows=rows))
     raise SystemExit(any(row["missed"] for row in rows))
 
 

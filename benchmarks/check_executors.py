@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import sys
 import tempfile
 from pathlib import Path
@@ -22,7 +21,8 @@ from typing import Any
 
 sys.path.append(str(Path(__file__).parent))
 
-from serving_against import device, settle
+from running import engine_options, made_here, parser, store
+from serving_against import medians, settle
 from steps import on_device
 from versions import HERE, Version, serve
 
@@ -51,7 +51,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "stock routing": {"executor": "native", "routing": "vllm"},
 }  # fmt: skip
 POISONED = (1, 4, 16, 300)  # tokens
-ROUNDS = 7
 
 
 # ---- an engine --------------------------------------------------------------------------------------------------
@@ -120,20 +119,7 @@ def measure(engines: dict[str, Version], size: tuple[int, int, int], ratio: floa
     for name in engines:
         if name != "vLLM":
             ways += [(f"{name} 0%", name, 0.0), (f"{name} {ratio:.0%}", name, settle(engines[name], ratio, size))]
-    found: dict[str, list[list[float]]] = {way: [] for way, *_ in ways}
-    for seed in range(ROUNDS + 1):  # the first warms up
-        for way, name, tau in ways:
-            found[way].append(engines[name].time(tau, *size, seed))
-    row: dict[str, Any] = {
-        "batch": size[0],
-        "prompt": size[1],
-        "tokens": size[2],
-        "thresholds": {w: t for w, _, t in ways},
-    }
-    for at, what in enumerate(("ms", "realised", "step_ms")):
-        row[what] = {way: statistics.median(values[at] for values in times[1:]) for way, times in found.items()}
-    row["all_ms"] = {way: [round(values[0], 4) for values in times[1:]] for way, times in found.items()}
-    return row
+    return {**medians(engines, ways, size, "step_ms"), "thresholds": {w: t for w, _, t in ways}}
 
 
 def show(model: str, row: dict[str, Any]) -> None:
@@ -169,27 +155,16 @@ def launch(options: argparse.Namespace) -> dict[str, dict[str, Version]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--serve", help=argparse.SUPPRESS)
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=["fp8", "mxfp4"])
-    parser.add_argument("--layers", type=int, help="as many layers in every model")
-    parser.add_argument("--batches", type=int, nargs="*", default=[4, 16])
-    parser.add_argument("--prompt", type=int, default=128)
-    parser.add_argument("--decode", type=int, default=48)
-    parser.add_argument("--ratio", type=float, default=0.6)
-    parser.add_argument("--tiny", action="store_true", help="a tiny unquantised shape, for a CPU")
-    parser.add_argument("--eager", action="store_true")
-    parser.add_argument("--memory", type=float, default=0.12)
-    parser.add_argument("--cache", type=float, default=2.0)
-    parser.add_argument("--length", type=int, default=512)
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
+    made = engine_options(parser(__doc__, prompt=128, decode=48, ratio=0.6), memory=0.12, cache=2.0, length=512)
+    made.add_argument("--serve", help=argparse.SUPPRESS)
+    made.add_argument("--models", nargs="+", choices=MODELS, default=["fp8", "mxfp4"])
+    made.add_argument("--layers", type=int, help="as many layers in every model")
+    made.add_argument("--batches", type=int, nargs="*", default=[4, 16])
+    made.add_argument("--tiny", action="store_true", help="a tiny unquantised shape, for a CPU")
+    options = made.parse_args()
     if options.serve:
         return serve(Engine(options))
-    results: dict[str, Any] = {
-        "command": "python benchmarks/check_executors.py " + " ".join(sys.argv[1:]),
-        "device": device(),
-    }
+    results = made_here()
     for model, engines in launch(options).items():
         try:
             for engine in engines.values():
@@ -199,8 +174,7 @@ def main() -> None:
             print(f"{model:>8} {error}", flush=True)
         for engine in engines.values():
             engine.end()
-        if options.out:
-            options.out.write_text(json.dumps(results, indent=1) + "\n")
+        store(options.out, results)
 
 
 if __name__ == "__main__":

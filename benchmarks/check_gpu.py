@@ -10,6 +10,7 @@ TRITON_INTERPRET=1 checks the rule alone where there is no GPU.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import torch
 from transformers import Qwen3MoeConfig
@@ -22,6 +23,7 @@ from ace_moe.kernels.attend import attend, workspace
 from ace_moe.rule import Form
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SHAPES = ((128, 2048, 768, 8), (60, 1408, 1000, 4), (16, 96, 40, 6), (5, 64, 48, 3))
 RULES = [
     decide.Rule(Form()), decide.Rule(Form(power=2), "none"), decide.Rule(Form(("a",)), "kept", 2, 0.3),
     decide.Rule(Form(("a", "b"))), decide.Rule(Form(("a", "b"), "mean", norm="max"), min_active=3),
@@ -39,6 +41,18 @@ def experts_module(e: int, d: int, m: int, dtype: torch.dtype) -> Qwen3MoeExpert
     if hasattr(module, "_is_expert_parallel"):
         module._is_expert_parallel = True
     return module
+
+
+def kernel_weights(module: Qwen3MoeExperts) -> experts.Weights:
+    layout = experts.Layout.of(module.cpu())
+    module.cuda()
+    return experts.Weights(module.gate_up_proj.data, module.down_proj.data, None, None, layout)
+
+
+def routed(tokens: int, e: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """ids and gates [T, k] of uniform routing."""
+    ids = torch.rand(tokens, e, device="cuda").argsort(1)[:, :k].contiguous()
+    return ids, torch.rand(tokens, k, device="cuda").softmax(-1)
 
 
 def reference(x, ids, gates, module):
@@ -136,9 +150,8 @@ def check_fp8() -> float:
     weights = experts.Weights(*stored, None, None, dataclasses.replace(layout, block=(128, 128)), *factors)
     for tokens in (1, 3, 8, 16, 64, 300, 2048):
         x = torch.randn(tokens, d, device="cuda").bfloat16()
-        ids = torch.rand(tokens, e, device="cuda").argsort(1)[:, :k].contiguous()
+        ids, gates = routed(tokens, e, k)
         ids[:, 5:] = e
-        gates = torch.rand(tokens, k, device="cuda").softmax(-1)
         worst = max(worst, error(experts.run(x, ids, gates, weights), reference(x, ids, gates, module)))
     return worst
 
@@ -161,13 +174,10 @@ def check_attention() -> float:
 def check_mean(e: int = 128, d: int = 2048, m: int = 768, k: int = 8) -> float:
     """The mean of skipped experts added by the kernels: largest error over the RMS of its row."""
     module, mean, worst = experts_module(e, d, m, torch.bfloat16), torch.randn(e, d, device="cuda").bfloat16(), 0.0
-    layout = experts.Layout.of(module.cpu())
-    module.cuda()
-    weights = experts.Weights(module.gate_up_proj.data, module.down_proj.data, None, None, layout)
+    weights = kernel_weights(module)
     for tokens in (1, 3, 16, 257):
-        x = torch.randn(tokens, d, device="cuda").bfloat16()
-        ids = torch.rand(tokens, e, device="cuda").argsort(1)[:, :k].contiguous()
-        gates = torch.rand(tokens, k, device="cuda").softmax(-1).bfloat16()
+        x, (ids, gates) = torch.randn(tokens, d, device="cuda").bfloat16(), routed(tokens, e, k)
+        gates = gates.bfloat16()
         ids = torch.where(torch.rand(tokens, k, device="cuda") < 0.6, -2 - ids, ids)
         poison()
         ref = reference(x, ids, gates, module) + rule.stand_in(ids, gates, mean).double()
@@ -184,29 +194,20 @@ def main() -> None:
     if DEVICE == "cpu":
         return
     print(
-        f"FP8: max error over the row's RMS {check_fp8():.4f}; attention: over the largest value {check_attention():.4f}"
+        f"FP8: max error over the row's RMS {check_fp8():.4f}; attention: {check_attention():.4f} of the largest value"
     )
     print(f"mean of skipped experts: max error over the row's RMS {check_mean():.4f}")
     worst = 0.0
     for dtype, shapes in ((torch.bfloat16, SHAPES), (torch.float16, SHAPES[1:3])):
         for e, d, m, k in shapes:
             module = experts_module(e, d, m, dtype)
-            layout = experts.Layout.of(module.cpu())
-            module.cuda()
-            weights = experts.Weights(module.gate_up_proj.data, module.down_proj.data, None, None, layout)
-            for tokens in (1, 3, 7, 16, 33, 100, 257, 1500):
-                for skip in (0.0, 0.6, "one"):
-                    ratio, same = compare(module, weights, tokens, (e, d, k), skip, dtype)
-                    worst = max(worst, ratio)
-                    if ratio > 1.5 or not same:
-                        print(
-                            f"{dtype} E{e} d{d} m{m} k{k} T{tokens} skip {skip}: {ratio:.2f}",
-                            "" if same else "NOT DETERMINISTIC",
-                        )
+            weights = kernel_weights(module)
+            for tokens, skip in itertools.product((1, 3, 7, 16, 33, 100, 257, 1500), (0.0, 0.6, "one")):
+                ratio, same = compare(module, weights, tokens, (e, d, k), skip, dtype)
+                worst, said = max(worst, ratio), "" if same else "NOT DETERMINISTIC"
+                if ratio > 1.5 or said:
+                    print(f"{dtype} E{e} d{d} m{m} k{k} T{tokens} skip {skip}: {ratio:.2f}", said)
     print(f"worst ratio of errors, ours over stock: {worst:.2f}")
-
-
-SHAPES = ((128, 2048, 768, 8), (60, 1408, 1000, 4), (16, 96, 40, 6), (5, 64, 48, 3))
 
 
 def compare(module, weights, tokens, sizes, skip, dtype):
@@ -215,9 +216,8 @@ def compare(module, weights, tokens, sizes, skip, dtype):
     mine = stock = 0.0
     same = True
     for _ in range(max(1, 64 // tokens)):
-        x = torch.randn(tokens, d, device="cuda").to(dtype)
-        ids = torch.rand(tokens, e, device="cuda").argsort(1)[:, :k].contiguous()
-        gates = torch.rand(tokens, k, device="cuda").softmax(-1).to(dtype)
+        x, (ids, gates) = torch.randn(tokens, d, device="cuda").to(dtype), routed(tokens, e, k)
+        gates = gates.to(dtype)
         drop = torch.rand(tokens, k, device="cuda") < (0.6 if skip == 0.6 else 0.0)
         if skip == "one":
             drop = torch.ones_like(drop)

@@ -10,11 +10,12 @@ captured graphs. Every check prints a line; a failed one ends with exit code 1.
 
 from __future__ import annotations
 
-import argparse
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
+
+from running import engine_options, parser
 
 from ace_moe.integrations.vllm import engine_args
 from ace_moe.integrations.vllm.control import set_restore, set_skip
@@ -37,11 +38,9 @@ def generate(llm: Any, lengths: tuple[int, ...], extra: list[Any] | None = None,
 
 
 def check(name: str, found: object, wanted: object) -> bool:
-    print(
-        f"{'ok  ' if found == wanted else 'FAIL'} {name}: {found}{'' if found == wanted else f', not {wanted}'}",
-        flush=True,
-    )
-    return found == wanted
+    met = found == wanted
+    print(f"{'ok  ' if met else 'FAIL'} {name}: {found}{'' if met else f', not {wanted}'}", flush=True)
+    return met
 
 
 def phases(found: dict[str, Any]) -> dict[str, int]:
@@ -62,9 +61,8 @@ def run(llm: Any) -> bool:
     generate(llm, LENGTHS)
     found = report(llm)
     done.append(check("prompts are whole under a budget for decode alone", found["prefill"]["realised"], 0.0))
-    done.append(
-        check("kept decode slots", found["decode"]["kept"], len(LENGTHS) * (NEW - 1) * TINY["num_hidden_layers"])
-    )
+    alone = len(LENGTHS) * (NEW - 1) * TINY["num_hidden_layers"]
+    done.append(check("kept decode slots", found["decode"]["kept"], alone))
     print("executors", found["executors"], "refused", found["refused"])
     return all(done)
 
@@ -77,13 +75,8 @@ def run_requests(llm: Any) -> bool:
     extra = [{"ace_skip": b} if b else None for b in (0.3, 0.6, None, 0.3, 0.6, None, 0.3, 0.6, None)]
     generate(llm, LENGTHS, extra)
     found = report(llm)
-    done = [
-        check(
-            "tokens by phase with budgets of requests",
-            phases(found),
-            {"prefill": sum(LENGTHS), "decode": 9 * (NEW - 1)},
-        )
-    ]
+    wanted: Any = {"prefill": sum(LENGTHS), "decode": 9 * (NEW - 1)}
+    done = [check("tokens by phase with budgets of requests", phases(found), wanted)]
     for name, kept in (("0.30", 8), ("0.60", 1)):  # thresholds under every share, and above every one
         own = found["requests"][name]["decode"]
         wanted = (3 * (NEW - 1) * SLOTS, 3 * (NEW - 1) * SLOTS * kept // 8)
@@ -109,9 +102,8 @@ def run_restore(llm: Any) -> bool:
     done.append(check("slots restored", found[True]["decode"]["restored"] > 0, True))
     done.append(check("of prompts", found[True]["prefill"]["restored"], 0))
     ran = {on: 1 - f["decode"]["realised"] for on, f in found.items()}
-    print(
-        f"ran {ran[False]:.1%} of decode slots, restored {ran[True]:.1%}; reads {found[False]['reads']} / {found[True]['reads']}"
-    )
+    reads = f"{found[False]['reads']} / {found[True]['reads']}"
+    print(f"ran {ran[False]:.1%} of decode slots, restored {ran[True]:.1%}; reads {reads}")
     return all(done)
 
 
@@ -148,15 +140,10 @@ def run_trace(llm: Any, path: Path) -> bool:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--eager", action="store_true")
-    parser.add_argument(
-        "--parts", nargs="+", default=["decided", "tracking", "trace"], help="each with an engine of its own"
-    )
-    parser.add_argument("--memory", type=float, default=0.3)
-    parser.add_argument("--cache", type=float, default=0.25)
-    parser.add_argument("--length", type=int, default=512)
-    options = parser.parse_args()
+    made = engine_options(parser(__doc__), memory=0.3, cache=0.25, length=512)
+    parts = ["decided", "tracking", "trace"]
+    made.add_argument("--parts", nargs="+", default=parts, help="each with an engine of its own")
+    options = made.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         plan = write_plan(Path(folder) / "plan.safetensors", TINY, {0.3: 0.0, 0.5: 0.1, 0.6: 1.1})
         model, common = write_model(Path(folder) / "model", TINY), {"allow_other_weights": True, "policy": "share"}

@@ -52,9 +52,8 @@ def executed(model: PreTrainedModel, plan: Plan, policy: Policy, windows: Window
             found = plan.answer(policy.settings, budget)
             realised = passes(found.threshold).ratio(found.threshold)
             within = abs(realised - budget) <= bar(budget, found.error or 0.0)
-            rows.append(
-                {"budget": budget, "how": found.how, "stated": found.error, "realised": realised, "met": within}
-            )
+            row = {"budget": budget, "how": found.how, "stated": found.error}
+            rows.append({**row, "realised": realised, "met": within})
             print(rows[-1], flush=True)
     return rows
 

@@ -11,40 +11,33 @@ from __future__ import annotations
 import statistics
 
 import torch
-from tune import graph_time
+from tune import EXPERTS, HIDDEN, TOP_K, graph_time, layer
 
 from ace_moe import rule
 from ace_moe.kernels import experts
-from ace_moe.kernels.activation import SILU, Activation
 from ace_moe.kernels.track import launch_track
 
-E, D, M, K, LAYERS = 128, 2048, 768, 8, 6
-
-
-def weights() -> list[experts.Weights]:
-    layout = experts.Layout(True, False, False, Activation(SILU))
-    make = lambda *s: (0.02 * torch.randn(*s, device="cuda")).bfloat16()  # noqa: E731
-    return [experts.Weights(make(E, 2 * M, D), make(E, D, M), None, None, layout) for _ in range(LAYERS)]
+LAYERS = 6
 
 
 def routings(tokens: int, way: str, used: int, g: torch.Generator) -> tuple[torch.Tensor, torch.Tensor, float]:
     """ids, gates [T, k] and the share of slots that run."""
-    gates, ids = torch.randn(tokens, used, generator=g).softmax(-1).topk(K)
+    gates, ids = torch.randn(tokens, used, generator=g).softmax(-1).topk(TOP_K)
     keep = torch.ones_like(ids, dtype=torch.bool)
     if way != "all":
         keep = gates >= gates.flatten().quantile(0.6)
         keep[:, 0] = True
         if way == "restored":
-            keep = rule.restore(keep, ids, rule.union(ids, keep, E), torch.ones(tokens, dtype=torch.bool))
+            keep = rule.restore(keep, ids, rule.union(ids, keep, EXPERTS), torch.ones(tokens, dtype=torch.bool))
     return torch.where(keep, ids, -1).cuda(), gates.bfloat16().cuda(), float(keep.float().mean())
 
 
 def main() -> None:
-    layers = weights()
+    layers = [layer(seed) for seed in range(LAYERS)]
     for tokens in (2, 4):
-        for way, used in ((w, u) for u in (E, 24) for w in ("all", "60 %", "restored")):
+        for way, used in ((w, u) for u in (EXPERTS, 24) for w in ("all", "60 %", "restored")):
             g = torch.Generator().manual_seed(tokens)
-            x = [torch.randn(tokens, D, device="cuda").bfloat16() for _ in layers]
+            x = [torch.randn(tokens, HIDDEN, device="cuda").bfloat16() for _ in layers]
             routed = [routings(tokens, way, used, g) for _ in layers]
             found = {}
             for beside in (False, True):
@@ -52,11 +45,8 @@ def main() -> None:
                 run = lambda: [experts.run(a, r[0], r[1], w) for a, r, w in zip(x, routed, layers, strict=True)]  # noqa: B023, E731
                 found[beside] = graph_time(run) / LAYERS
             ran = statistics.mean(r[2] for r in routed)
-            print(
-                f"{tokens} tokens of {used:3} experts {way:8} ran {ran:.1%}: {found[False]:.2f} us apart, "
-                f"{found[True]:.2f} side by side",
-                flush=True,
-            )
+            times = f"{found[False]:.2f} us apart, {found[True]:.2f} side by side"
+            print(f"{tokens} tokens of {used:3} experts {way:8} ran {ran:.1%}: {times}", flush=True)
     counts = [torch.randint(0, 9, (49, 3), device="cuda") for _ in range(48)]
     tau, target = torch.rand(49, device="cuda"), torch.full((49,), 0.5, device="cuda")
     seen = torch.zeros(49, 2, dtype=torch.int64, device="cuda")

@@ -12,7 +12,6 @@ Rows are written as they come; weights are not kept.
 from __future__ import annotations
 
 import argparse
-import json
 import lzma
 import math
 import tempfile
@@ -25,12 +24,13 @@ from typing import Any
 import numpy as np
 import torch
 import torch.multiprocessing as mp
+from running import Row, parser, store
 from torch import Tensor
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from ace_moe import build_plan
 from ace_moe.evaluate.subject import Recorder, Subject, dense_pass
-from ace_moe.files import file_hash, write_whole
+from ace_moe.files import file_hash
 from ace_moe.planning import fit_budgets
 from ace_moe.planning.candidates import BASELINE
 from ace_moe.policies import PRESETS, TokenPolicy
@@ -41,6 +41,11 @@ from ace_moe.text import Windows, windows_of
 
 VOCABULARY, WINDOW = 8192, 512
 SIZES = {"4M": (128, 6), "12M": (192, 10), "35M": (320, 12), "100M": (512, 14), "tiny": (64, 2)}  # width, layers
+COMMON = {
+    "vocab_size": VOCABULARY, "head_dim": 32, "tie_word_embeddings": True, "num_experts": 32, "num_experts_per_tok": 8,
+    "norm_topk_prob": True, "router_aux_loss_coef": 0.002, "max_position_embeddings": WINDOW, "bos_token_id": 0,
+    "eos_token_id": 0, "use_cache": False,
+}  # fmt: skip
 POLICIES: dict[str, TokenPolicy] = {"auto": BASELINE, "paper": PRESETS["paper"]}  # type: ignore[dict-item]
 BUDGETS = (0.3, 0.5, 0.6)
 FIRST = 1_000_000  # tokens before a model is judged for the first time; then at each doubling
@@ -48,7 +53,6 @@ PEAK, WARM, FALLING, LAST = 2e-3, 100, 1 / 3, 0.1  # learning rate: of width 128
 TIMED = 20.0  # seconds in which all runs are timed together, before their tokens are fixed
 SPENT = 0.75  # of the time that is left goes into training, the rest into judging
 RESERVE = 30.0  # seconds before the end in which a run that is late is judged as it is
-Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -62,17 +66,9 @@ class Run:
     def config(self) -> Qwen3MoeConfig:
         width, layers = SIZES[self.size]
         return Qwen3MoeConfig(
-            **{"vocab_size": VOCABULARY, "hidden_size": width, "num_hidden_layers": layers, "head_dim": 32},
-            **{"num_attention_heads": width // 32, "num_key_value_heads": width // 64, "tie_word_embeddings": True},
-            **{
-                "num_experts": 32,
-                "num_experts_per_tok": 8,
-                "moe_intermediate_size": width // 4,
-                "norm_topk_prob": True,
-            },
-            **{"router_aux_loss_coef": 0.002, "max_position_embeddings": WINDOW},
-            **{"intermediate_size": 2 * width, "bos_token_id": 0, "eos_token_id": 0, "use_cache": False},
-        )
+            hidden_size=width, num_hidden_layers=layers, num_attention_heads=width // 32, num_key_value_heads=width // 64,
+            intermediate_size=2 * width, moe_intermediate_size=width // 4, **COMMON,
+        )  # fmt: skip
 
 
 # ---- training ---------------------------------------------------------------------------------------------------------
@@ -86,9 +82,8 @@ class Masters:
         self.copies = [w.detach().float().clone().requires_grad_() for w in self.weights]
         for weight in self.weights:  # and not its buffers: rotary angles want their digits
             weight.data = weight.data.bfloat16()
-        decayed = [c for c in self.copies if c.dim() > 1]
-        plain = [c for c in self.copies if c.dim() <= 1]
-        groups = [{"params": decayed, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}]
+        kinds = {0.1: [c for c in self.copies if c.dim() > 1], 0.0: [c for c in self.copies if c.dim() <= 1]}
+        groups = [{"params": copies, "weight_decay": decay} for decay, copies in kinds.items()]
         self.adam = torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=True)
 
     @torch.no_grad()
@@ -231,7 +226,7 @@ def watch(processes: list[Any], shared: Shared, result: Row, out: Path) -> None:
             continue
         row = shared.told.get()
         result["rows"].append(row)
-        write_whole(out, (json.dumps(result, indent=1) + "\n").encode(), "the ladder")
+        store(out, result)
         kls = " ".join(f"{c['policy']} {c['budget']:.0%} {c['kl']['value']:.4f}" for c in row["cells"])
         print(f"{row['size']}/{row['seed']} {row['tokens'] / 1e6:.1f} M in {row['seconds']:.0f} s, perplexity "
               f"{row['perplexity']['value']:.1f}, KL {kls}{' (late)' * row['late']}", flush=True)  # fmt: skip
@@ -286,18 +281,15 @@ def ladder(options: argparse.Namespace, train: Path) -> bool:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--train", type=Path, required=True, help="16-bit tokens, .xz or not")
-    parser.add_argument("--valid", type=Path, required=True)
-    parser.add_argument("--sizes", nargs="+", choices=list(SIZES), default=[s for s in SIZES if s != "tiny"])
-    parser.add_argument("--seeds", type=int, default=3, help="of the first size")
-    parser.add_argument("--tokens", type=int, help="of every run; else as many as fit")
-    parser.add_argument("--minutes", type=float, default=8.0)
-    parser.add_argument("--batch", type=int, default=32, help=f"windows of {WINDOW} tokens a step")
-    parser.add_argument("--judged", type=int, default=32, help="windows a model is judged on")
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("-o", "--out", type=Path, required=True)
-    options = parser.parse_args()
+    made = parser(__doc__, must_store=True, minutes=8.0, device="cuda")
+    made.add_argument("--train", type=Path, required=True, help="16-bit tokens, .xz or not")
+    made.add_argument("--valid", type=Path, required=True)
+    made.add_argument("--sizes", nargs="+", choices=list(SIZES), default=[s for s in SIZES if s != "tiny"])
+    made.add_argument("--seeds", type=int, default=3, help="of the first size")
+    made.add_argument("--tokens", type=int, help="of every run; else as many as fit")
+    made.add_argument("--batch", type=int, default=32, help=f"windows of {WINDOW} tokens a step")
+    made.add_argument("--judged", type=int, default=32, help="windows a model is judged on")
+    options = made.parse_args()
     options.end = time.time() + 60 * options.minutes
     with tempfile.TemporaryDirectory() as folder:
         whole = ladder(options, unpacked(options.train, folder))

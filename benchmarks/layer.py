@@ -14,13 +14,11 @@ counts each needed expert once.
 
 from __future__ import annotations
 
-import argparse
-import json
-import sys
-from pathlib import Path
+from functools import partial
 
 import torch
 from check_gpu import experts_module
+from running import in_turn, made_here, parser, settled, store
 from transformers.integrations.moe import grouped_mm_experts_forward
 from tune import EXPERTS, HIDDEN, MIDDLE, TOP_K, graph_time, layer, routing
 
@@ -118,12 +116,13 @@ def reads(made, logits):
 
 def meet(made, logits, target, rounds=20):
     """Sets and returns the τ of the target's reads, or of its slots where it reads all experts: both fall as τ grows."""
-    which, (low, high) = int(target[0] > 0.95 * EXPERTS), (0.0, 1.0)
-    for _ in range(rounds):
-        middle = (low + high) / 2
-        use(made, middle)
-        low, high = (middle, high) if reads(made, logits)[which] > target[which] else (low, middle)
-    return use(made, high)
+    which = int(target[0] > 0.95 * EXPERTS)
+
+    def saved(tau):
+        use(made, tau)
+        return -reads(made, logits)[which]
+
+    return use(made, settled(saved, -target[which], rounds))
 
 
 def use(made, tau):
@@ -154,18 +153,16 @@ def with_mean(tokens, skip, weights):
     every = [routing(tokens, 0.0, seed)[1] for seed in range(len(weights))]  # the same experts, none skipped
     coded = [(x, torch.where(ids < EXPERTS, ids, -2 - e), g) for (x, ids, g), e in zip(inputs, every, strict=True)]
     means = [torch.randn(EXPERTS, HIDDEN, device=DEVICE).bfloat16() for _ in weights]
-    plain, added = [], []
-    for _ in range(5):
-        plain.append(graph_time(lambda: [experts.run(*i, w) for i, w in zip(inputs, weights, strict=True)]))
-        added.append(graph_time(lambda: [experts.run(*i, w, m) for i, w, m in zip(coded, weights, means, strict=True)]))
-    times = [sorted(found)[2] / len(weights) for found in (plain, added)]
-    return {
-        "tokens": tokens,
-        "skip": skip,
-        "plain_us": times[0],
-        "mean_us": times[1],
-        "change": times[1] / times[0] - 1,
-    }
+    plain = [(*i, w) for i, w in zip(inputs, weights, strict=True)]
+    added = [(*i, w, m) for i, w, m in zip(coded, weights, means, strict=True)]
+    ways = {name: partial(graph_time, partial(run_all, given)) for name, given in (("plain", plain), ("mean", added))}
+    times = [sorted(found)[2] / len(weights) for found in in_turn(ways, 5).values()]
+    found = {"plain_us": times[0], "mean_us": times[1], "change": times[1] / times[0] - 1}
+    return {"tokens": tokens, "skip": skip, **found}
+
+
+def run_all(given):
+    return [experts.run(*one) for one in given]
 
 
 def whole(made, x, logits, weights):
@@ -211,37 +208,28 @@ def shown(rows):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made = parser(__doc__, tokens=[1, 2, 4, 8, 16, 32, 64, 256, 1024, 4096], profile=False)
     parts = ("experts", "deciding", "equal", "mean")
-    parser.add_argument("--parts", nargs="+", choices=parts, default=parts)
-    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64, 256, 1024, 4096])
-    parser.add_argument(
+    made.add_argument("--parts", nargs="+", choices=parts, default=parts)
+    made.add_argument(
         "--deciding", type=int, nargs="+", default=[1, 16, 64, 4096], help="tokens of the rule and of equal"
     )
-    parser.add_argument("--skip", type=float, default=0.5, help="what share skips where the others read as much")
-    parser.add_argument("--profile", action="store_true")
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
+    made.add_argument("--skip", type=float, default=0.5, help="what share skips where the others read as much")
+    options = made.parse_args()
     ceiling = read_rate(torch.device("cuda"))
-    result = {
-        "command": " ".join(["python", *sys.argv]),
-        "device": torch.cuda.get_device_name(),
-        "ceiling_tb_s": ceiling,
-    }
+    result = made_here(ceiling_tb_s=ceiling)
     print(f"{result['device']}, read ceiling {ceiling:.2f} TB/s")
     if "deciding" in options.parts:
         result["deciding"] = [row for tokens in options.deciding for row in shown([deciding(tokens)])]
     weights = [layer(seed) for seed in range(8)] if set(options.parts) - {"deciding"} else []
     if "experts" in options.parts:
-        modules = stock_layers(weights)
-        given = (weights, modules, ceiling, options.profile)
+        given = (weights, stock_layers(weights), ceiling, options.profile)
         result["rows"] = [row for tokens in options.tokens for row in run_experts(tokens, *given)]
     if "equal" in options.parts:
         result["equal"] = [row for tokens in options.deciding for row in shown(equal(tokens, weights, options.skip))]
     if "mean" in options.parts:
         result["mean"] = [row for tokens in options.tokens for row in shown([with_mean(tokens, 0.6, weights)])]
-    if options.out:
-        options.out.write_text(json.dumps(result, indent=1) + "\n")
+    store(options.out, result)
 
 
 if __name__ == "__main__":

@@ -5,11 +5,11 @@ python benchmarks/own_text.py MODEL … --texts wikipedia.jsonl books.jsonl code
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
 from typing import Any
 
+from running import made_here, parser, store
 from transformers import PreTrainedModel
 
 from ace_moe import build_plan
@@ -46,16 +46,12 @@ def judge(rows: dict[str, dict[str, float]]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("models", type=Path, nargs="+")
-    parser.add_argument("--texts", type=Path, nargs="+", required=True)
-    parser.add_argument("--policies", nargs="+", default=["share", "ace"])
-    parser.add_argument("--tokens", type=int, default=16384)
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
-    names = " ".join(path.name for path in (*options.models, Path("--texts"), *options.texts))
-    result: dict[str, Any] = {"command": f"python benchmarks/own_text.py {names} --tokens {options.tokens}", "rows": []}
-    result["provenance"] = provenance(inputs={text.name: file_hash(text) for text in options.texts})
+    made = parser(__doc__, policies=["share", "ace"], tokens=16384)
+    made.add_argument("models", type=Path, nargs="+")
+    made.add_argument("--texts", type=Path, nargs="+", required=True)
+    options = made.parse_args()
+    record = provenance(inputs={text.name: file_hash(text) for text in options.texts})
+    result = made_here(rows=[], provenance=record)
     for source in options.models:
         model, plan = load_model(source), build_plan(source)
         windows = text_for(model, source, None)
@@ -65,8 +61,7 @@ def main() -> None:
             row = {"model": source.name, "policy": policy, "own": windows.workload.sha256, "realised": rows}
             result["rows"].append({**row, "judged": judge(rows)})
             print(json.dumps(result["rows"][-1]), flush=True)
-            if options.out:
-                options.out.write_text(json.dumps(result, indent=1) + "\n")
+            store(options.out, result)
 
 
 if __name__ == "__main__":

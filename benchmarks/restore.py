@@ -9,14 +9,12 @@ ratios are of medians. `ran` is the share of routed slots that was executed, `re
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
-import sys
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
+from running import in_turn, made_here, parser, settled, store
 
 from ace_moe import ACE
 from ace_moe.bench.latency import STEPS, Steps
@@ -49,6 +47,10 @@ class Way:
         found = self.steps.time(repeats)
         return found.wall if found.gpu is None else found.gpu
 
+    def skipped(self, tau: float) -> float:
+        self.time(tau, 0.0, 1)
+        return self.ace.report()["decode"]["skipped"]
+
     def facts(self) -> dict[str, Any]:
         report = self.ace.report()
         entry, reads = report["decode"], report.get("reads", {}).get("generated")
@@ -56,21 +58,9 @@ class Way:
         return found | ({} if reads is None else {"reads": reads["read"], "asked": reads["asked"]})
 
 
-def settle(way: Way, skip: float) -> float:
-    low, high = 0.0, 1.0
-    for _ in range(10 if skip else 0):
-        middle = (low + high) / 2
-        way.time(middle, 0.0)
-        low, high = (middle, high) if way.ace.report()["decode"]["skipped"] < skip else (low, middle)
-    return high if skip else 0.0
-
-
 def measure(ways: dict[str, Way], skip: float, batch: int) -> dict[str, Any]:
-    tau = settle(ways["plain"], skip)
-    times: dict[str, list[float]] = {name: [] for name in ways}
-    for _ in range(ROUNDS):
-        for name, way in ways.items():
-            times[name].append(way.time(tau, skip))
+    tau = settled(ways["plain"].skipped, skip, 10)
+    times = in_turn({name: partial(way.time, tau, skip) for name, way in ways.items()}, ROUNDS)
     row: dict[str, Any] = {"batch": batch, "skip": skip, "threshold": tau, "ms": {}, "facts": {}}
     for name, way in ways.items():
         row["ms"][name], row["facts"][name] = statistics.median(times[name]), way.facts()
@@ -88,21 +78,16 @@ def say(row: dict[str, Any], base: float) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", default="qwen3-30b-a3b")
-    parser.add_argument("--layers", type=int)
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--routing", nargs="+", default=["uniform", "skewed"])
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16, 64])
-    parser.add_argument("--skip", type=float, nargs="+", default=[0.0, 0.3, 0.6])
-    parser.add_argument(
+    sizes = {"batches": [1, 4, 16, 64], "skip": [0.0, 0.3, 0.6]}
+    made = parser(__doc__, shape="qwen3-30b-a3b", device="cuda", routing=["uniform", "skewed"], **sizes)
+    made.add_argument("--layers", type=int)
+    made.add_argument(
         "--large", type=float, nargs="*", default=[0.75, 0.85], help="further ratios at the largest batch"
     )
-    parser.add_argument(
+    made.add_argument(
         "--tracked", type=int, nargs="*", default=[1, 16], help="batches with moving thresholds, uniform alone"
     )
-    parser.add_argument("-o", "--out", type=Path)
-    options = parser.parse_args()
+    options = made.parse_args()
     model, rows = build(options.shape, options.device, options.layers), []
     base = 0.0
     for routing in options.routing:
@@ -120,14 +105,8 @@ def main() -> None:
                 base = base if skip else row["ms"]["plain"]
                 say(row, base)
                 rows.append(row)
-                if options.out:
-                    facts = {
-                        "command": "python benchmarks/restore.py " + " ".join(sys.argv[1:]),
-                        "layers": len(moe.sites),
-                        "provenance": provenance(options.device),
-                    }
-                    facts["device"] = torch.cuda.get_device_name() if options.device == "cuda" else options.device
-                    options.out.write_text(json.dumps({**facts, "rows": rows}, indent=1) + "\n")
+                record = {"layers": len(moe.sites), "provenance": provenance(options.device)}
+                store(options.out, made_here(**record, rows=rows))
 
 
 if __name__ == "__main__":

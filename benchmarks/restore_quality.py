@@ -10,11 +10,11 @@ counted in the layers. Intervals are over sequences.
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
+from running import made_here, parser, store
 from torch import Tensor
 
 from ace_moe import ACE, build_plan
@@ -38,11 +38,8 @@ def compare(dense: Tensor, other: Tensor) -> dict[str, Any]:
     """Means over tokens, and KL by sequence."""
     kl = (dense.exp() * (dense - other)).sum(-1)
     agree = (dense.argmax(-1) == other.argmax(-1)).float()
-    return {
-        "kl": float(kl.mean()),
-        "agreement": float(agree.mean()),
-        "by_sequence": [round(float(x), 5) for x in kl.mean(1)],
-    }
+    by_sequence = [round(float(x), 5) for x in kl.mean(1)]
+    return {"kl": float(kl.mean()), "agreement": float(agree.mean()), "by_sequence": by_sequence}
 
 
 def interval(plain: list[float], restored: list[float], draws: int = 2000) -> tuple[float, float]:
@@ -76,17 +73,10 @@ def measure(model: Any, plan: Any, policy: Any, ids: Tensor, options: argparse.N
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model")
-    parser.add_argument("--policy", default="share")
-    parser.add_argument("--text", nargs="+", type=Path, required=True)
-    parser.add_argument("--skip", type=float, default=0.6)
-    parser.add_argument("--batch", type=int, default=16)
-    parser.add_argument("--prompt", type=int, default=32)
-    parser.add_argument("--length", type=int, default=160)
-    parser.add_argument("--settle", type=int, default=1)
-    parser.add_argument("-o", "--out", type=Path)
-    options = parser.parse_args()
+    made = parser(__doc__, policy="share", skip=0.6, batch=16, prompt=32, length=160, settle=1)
+    made.add_argument("model")
+    made.add_argument("--text", nargs="+", type=Path, required=True)
+    options = made.parse_args()
     model, tokenizer, rows = load_model(options.model, device="cpu"), load_tokenizer(options.model), []
     name, settings = parse(options.policy)
     plan, policy = build_plan(options.model), make(name, **settings)
@@ -103,9 +93,7 @@ def main() -> None:
             f"{low:.2f}–{high:.2f})  skipped {plain['skipped']:.1%}  not run {restored['realised']:.1%}  reads {reads}",
             flush=True,
         )
-        if options.out:
-            command = f"python benchmarks/restore_quality.py {Path(options.model).name} --policy {options.policy}"
-            options.out.write_text(json.dumps({"command": command, "rows": rows}, indent=1) + "\n")
+        store(options.out, made_here(rows=rows))
 
 
 if __name__ == "__main__":

@@ -98,14 +98,9 @@ def run_rule(sizes: tuple[int, ...], forms: int) -> None:
     tau = torch.rand(ROWS, device=DEVICE) * 0.6
     tables = [torch.rand(EXPERTS, device=DEVICE) + 0.5 for _ in range(2)]
     for rule, tokens in itertools.product(list(rules())[-forms:], sizes):
-        counts, logits = (
-            torch.zeros(ROWS, 3, dtype=torch.int64, device=DEVICE),
-            torch.randn(tokens, EXPERTS, device=DEVICE),
-        )
-        views, factor = (
-            tables[: len(rule.form.tables)],
-            torch.tensor([0.5, torch.inf if tokens == 1 else 0.7, 1.1], device=DEVICE),
-        )
+        counts = torch.zeros(ROWS, 3, dtype=torch.int64, device=DEVICE)
+        logits, views = torch.randn(tokens, EXPERTS, device=DEVICE), tables[: len(rule.form.tables)]
+        factor = torch.tensor([0.5, torch.inf if tokens == 1 else 0.7, 1.1], device=DEVICE)
         free = torch.ones(ROWS, dtype=torch.int8, device=DEVICE)
         voting = [free, torch.zeros(2, 2, dtype=torch.int64, device=DEVICE)]
         restores = rule.min_active == 2  # how slots come back does not depend on the form

@@ -13,10 +13,8 @@ routing does.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -27,8 +25,10 @@ os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 
 import torch
+from running import engine_options, made_here, parser, store
 
 from ace_moe.bench.shapes import QWEN3_30B
+from ace_moe.cli.serving import parse_kernels
 from ace_moe.integrations.vllm import engine_args, register
 from ace_moe.integrations.vllm.control import AceWorker, report, reset, set_threshold
 from ace_moe.planning.mapping import bisect
@@ -183,15 +183,8 @@ class Run:
         sizes |= {"num_hidden_layers": options.layers} if options.layers else {}
         self.options, self.vocabulary = options, int(sizes["vocab_size"])
         model, plan = write_model(folder / "model", sizes), write_plan(folder / "plan.safetensors", sizes)
-        kernels = {"off": False, "on": True, "auto": "auto"}.get(options.kernels, options.kernels)
-        kernels = int(kernels) if isinstance(kernels, str) and kernels.isdigit() else kernels
-        given = {
-            "allow_other_weights": True,
-            "kernels": kernels,
-            "routing": options.routing,
-            "restore": options.restore,
-        }
-        self.ace = start(model, options, **engine_args(plan, 0.0, **given))
+        given = {"kernels": parse_kernels(options.kernels), "routing": options.routing, "restore": options.restore}
+        self.ace = start(model, options, **engine_args(plan, 0.0, allow_other_weights=True, **given))
         self.stock = None if options.no_stock else start(model, options)
         self.rows: list[dict[str, Any]] = []
         self.facts: dict[str, Any] = {}
@@ -261,41 +254,29 @@ class Run:
         self.save()
 
     def save(self) -> None:
-        if not self.options.out:
-            return
         import vllm
 
-        device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-        facts = {
-            "command": "python benchmarks/serving.py " + " ".join(sys.argv[1:]), "device": device,
-            "vllm": vllm.__version__, "torch": torch.__version__, **self.facts, "rows": self.rows,
-        }  # fmt: skip
-        self.options.out.write_text(json.dumps(facts, indent=1) + "\n")
+        versions = {"vllm": vllm.__version__, "torch": torch.__version__}
+        store(self.options.out, made_here(**versions, **self.facts, rows=self.rows))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tiny", action="store_true", help="a tiny shape, for a CPU")
-    parser.add_argument("--layers", type=int, help="fewer layers")
-    parser.add_argument("--batches", type=int, nargs="*", default=[1, 4, 16, 64])
-    parser.add_argument("--prompt", type=int, default=256, help="tokens of a prompt in front of decoding")
-    parser.add_argument("--decode", type=int, default=64, help="tokens to decode")
-    parser.add_argument("--ttft", nargs="*", default=["16x1024"], help="batch x prompt")
-    parser.add_argument("--ratio", type=float, default=0.6, help="realised ratio to compare at")
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--kernels", default="auto", help="our kernels: auto, on, off or a largest number of tokens")
-    parser.add_argument(
+    made = engine_options(parser(__doc__, repeats=5), memory=0.46, cache=3.0, length=1280)
+    made.add_argument("--tiny", action="store_true", help="a tiny shape, for a CPU")
+    made.add_argument("--layers", type=int, help="fewer layers")
+    made.add_argument("--batches", type=int, nargs="*", default=[1, 4, 16, 64])
+    made.add_argument("--prompt", type=int, default=256, help="tokens of a prompt in front of decoding")
+    made.add_argument("--decode", type=int, default=64, help="tokens to decode")
+    made.add_argument("--ttft", nargs="*", default=["16x1024"], help="batch x prompt")
+    made.add_argument("--ratio", type=float, default=0.6, help="realised ratio to compare at")
+    made.add_argument("--kernels", default="auto", help="our kernels: auto, on, off or a largest number of tokens")
+    made.add_argument(
         "--routing", default="fused", help="vllm: its own top-k, then the rule; fused: one kernel for both"
     )
-    parser.add_argument("--restore", action="store_true", help="run slots whose expert is read anyway")
-    parser.add_argument("--offload", type=float, default=0, help="GiB of experts in host memory")
-    parser.add_argument("--no-stock", action="store_true", help="leave out the engine without the plugin")
-    parser.add_argument("--eager", action="store_true", help="no compilation, no CUDA graphs")
-    parser.add_argument("--memory", type=float, default=0.46, help="share of the memory for each engine")
-    parser.add_argument("--cache", type=float, default=3.0, help="GiB of KV cache for each engine")
-    parser.add_argument("--length", type=int, default=1280, help="longest sequence")
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
+    made.add_argument("--restore", action="store_true", help="run slots whose expert is read anyway")
+    made.add_argument("--offload", type=float, default=0, help="GiB of experts in host memory")
+    made.add_argument("--no-stock", action="store_true", help="leave out the engine without the plugin")
+    options = made.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         run = Run(options, Path(folder))
         run.prepare()

@@ -11,7 +11,6 @@ padding must cost nothing. Weights, sizes and what is timed are those of serving
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import tempfile
@@ -20,10 +19,12 @@ from typing import Any
 
 sys.path.append(str(Path(__file__).parent))  # behind the version's own
 
+from running import engine_options, made_here, parser, settled, store
 from steps import on_device
 from versions import HERE, Version, serve
 
 ROUNDS = 7
+Way = tuple[str, str, float | None]  # its name, the engine's, and τ; None for vLLM alone
 
 
 class Engine:
@@ -54,28 +55,27 @@ class Engine:
 
 
 def settle(engine: Version, ratio: float, size: tuple[int, int, int]) -> float:
-    low, high = 0.0, 1.0
-    for _ in range(12 if ratio else 0):
-        middle = (low + high) / 2
-        low, high = (middle, high) if engine.time(middle, *size, 7)[1] < ratio else (low, middle)
-    return (low + high) / 2 if ratio else 0.0
+    return settled(lambda tau: engine.time(tau, *size, 7)[1], ratio, 12)
+
+
+def medians(engines: dict[str, Version], ways: list[Way], size: tuple[int, int, int], alone: str) -> dict[str, Any]:
+    """Of each way at one size, the rounds interleaved; `alone` is what time on the device goes by."""
+    found: dict[str, list[list[float]]] = {way: [] for way, *_ in ways}
+    for seed in range(ROUNDS + 1):  # the first warms up
+        for way, name, tau in ways:
+            found[way].append(engines[name].time(tau, *size, seed))
+    row: dict[str, Any] = {"batch": size[0], "prompt": size[1], "tokens": size[2]}
+    for at, what in enumerate(("ms", "realised", alone)):
+        row[what] = {way: statistics.median(values[at] for values in times[1:]) for way, times in found.items()}
+    return row | {"all_ms": {way: [round(values[0], 4) for values in times[1:]] for way, times in found.items()}}
 
 
 def measure(engines: dict[str, Version], size: tuple[int, int, int], ratio: float) -> dict[str, Any]:
-    """Medians of each way at one size, the rounds interleaved."""
     tau = settle(engines["this"], ratio, size)
-    ways: list[tuple[str, str, float | None]] = [("vLLM", "stock", None)]
     own = [name for name in engines if name != "stock"]
-    ways += [(f"{name} {r:.0%}", name, t) for name in own for r, t in ((0, 0.0), (ratio, tau))]
-    found: dict[str, list[list[float]]] = {way: [] for way, *_ in ways}
-    for seed in range(ROUNDS + 1):  # the first warms up
-        for way, name, threshold in ways:
-            found[way].append(engines[name].time(threshold, *size, seed))
-    row: dict[str, Any] = {"batch": size[0], "prompt": size[1], "tokens": size[2], "ratio": ratio, "threshold": tau}
-    for at, what in enumerate(("ms", "realised", "device_ms")):
-        row[what] = {way: statistics.median(values[at] for values in times[1:]) for way, times in found.items()}
-    row["all_ms"] = {way: [round(values[0], 4) for values in times[1:]] for way, times in found.items()}
-    return row
+    ways: list[Way] = [(f"{name} {r:.0%}", name, t) for name in own for r, t in ((0, 0.0), (ratio, tau))]
+    found = medians(engines, [("vLLM", "stock", None), *ways], size, "device_ms")
+    return {"ratio": ratio, "threshold": tau, **found}
 
 
 def show(row: dict[str, Any], ratio: float) -> None:
@@ -109,30 +109,16 @@ def launch(options: argparse.Namespace) -> dict[str, Version]:
     return engines
 
 
-def device() -> str:
-    import torch
-
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("other", type=Path, nargs="?")
-    parser.add_argument("--serve", help=argparse.SUPPRESS)
-    parser.add_argument("--tiny", action="store_true", help="a tiny shape, for a CPU")
-    parser.add_argument("--layers", type=int, help="fewer layers")
-    parser.add_argument("--batches", type=int, nargs="*", default=[1, 4, 9, 16, 64])
-    parser.add_argument("--prompt", type=int, default=256)
-    parser.add_argument("--decode", type=int, default=64)
-    parser.add_argument("--ttft", nargs="*", default=["4x1024"])
-    parser.add_argument("--ratio", type=float, default=0.6)
-    parser.add_argument("--eager", action="store_true")
-    parser.add_argument("--memory", type=float, default=0.3)
-    parser.add_argument("--cache", type=float, default=3.0)
-    parser.add_argument("--offload", type=float, default=0.0, help="GiB of experts that stay in host memory")
-    parser.add_argument("--length", type=int, default=1280)
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
+    made = engine_options(parser(__doc__, prompt=256, decode=64, ratio=0.6), memory=0.3, cache=3.0, length=1280)
+    made.add_argument("other", type=Path, nargs="?")
+    made.add_argument("--serve", help=argparse.SUPPRESS)
+    made.add_argument("--tiny", action="store_true", help="a tiny shape, for a CPU")
+    made.add_argument("--layers", type=int, help="fewer layers")
+    made.add_argument("--batches", type=int, nargs="*", default=[1, 4, 9, 16, 64])
+    made.add_argument("--ttft", nargs="*", default=["4x1024"])
+    made.add_argument("--offload", type=float, default=0.0, help="GiB of experts that stay in host memory")
+    options = made.parse_args()
     if options.serve:
         return serve(Engine(options))
     engines, rows = launch(options), []
@@ -141,12 +127,7 @@ def main() -> None:
     for size in sizes:
         rows.append(measure(engines, size, options.ratio))
         show(rows[-1], options.ratio)
-        if options.out:
-            named = " ".join(
-                "OTHER" if flag == str(options.other) else flag.rpartition("/")[2] for flag in sys.argv[1:]
-            )
-            facts = {"command": f"python benchmarks/serving_against.py {named}", "device": device(), "rows": rows}
-            options.out.write_text(json.dumps(facts, indent=1) + "\n")
+        store(options.out, made_here(rows=rows))
     for engine in engines.values():
         engine.end()
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import os
 import sys
 import tempfile
@@ -27,6 +26,7 @@ os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "serving"))
 
 import torch
+from running import made_here, parser, store
 from serving_cases import PROMPTS, Reference, in_a_gap, reference
 
 from ace_moe import ACE, build_plan
@@ -34,7 +34,6 @@ from ace_moe.integrations.vllm import engine_args
 from ace_moe.integrations.vllm.control import report, reset, set_threshold
 from ace_moe.loading import load_model, load_tokenizer
 from ace_moe.plan import Plan
-from ace_moe.provenance import command
 
 WORDS = 24  # of a piece of text
 
@@ -111,31 +110,19 @@ def compare(llm: Any, wanted: Reference, options: argparse.Namespace) -> dict[st
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model")
-    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
-    parser.add_argument("--budget", type=float, default=0.5)
-    parser.add_argument("--tokens", type=int, default=32)
-    parser.add_argument("--threshold", type=float, help="τ; without it one in a gap is looked for")
-    parser.add_argument("--text", type=Path)
-    parser.add_argument("--prompts", type=int, default=48, help="pieces of the text")
-    parser.add_argument("--kernels", choices=["on", "off"], default="off")
-    parser.add_argument("--eager", action="store_true")
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
+    made = parser(__doc__, dtypes=["float32", "bfloat16"], budget=0.5, tokens=32, eager=False)
+    made.add_argument("model")
+    made.add_argument("--threshold", type=float, help="τ; without it one in a gap is looked for")
+    made.add_argument("--text", type=Path)
+    made.add_argument("--prompts", type=int, default=48, help="pieces of the text")
+    made.add_argument("--kernels", choices=["on", "off"], default="off")
+    options = made.parse_args()
     plan = build_plan(options.model)
     folder = tempfile.TemporaryDirectory()
     path = plan.save(Path(folder.name) / "plan.safetensors")
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     import vllm  # builds for the CPU have another name among the installed packages
 
-    facts = {
-        "command": f"python benchmarks/{command(sys.argv)}",
-        "device": device,
-        "torch": torch.__version__,
-        "vllm": vllm.__version__,
-    }
-    results: dict[str, Any] = dict(facts)
+    results = made_here(torch=torch.__version__, vllm=vllm.__version__)
     threshold = options.threshold
     for dtype in options.dtypes:
         wanted = references(options.model, plan, dtype, threshold, options)
@@ -144,15 +131,10 @@ def main() -> None:
         for name, one in zip(("threshold 0", f"{options.budget:.0%}"), wanted, strict=True):
             row = results[f"{dtype} {name}"] = compare(llm, one, options)
             same = "equal" if row["kept"] == row["kept_transformers"] else "differ"
-            tokens, worst = (
-                f"{row['equal_tokens']}/{row['tokens']} tokens, {row['equal_prompts']}/{row['prompts']} prompts",
-                f"{row['worst_prompt_logprob']:.1e}",
-            )
-            print(
-                f"{dtype} {name}: {tokens}, worst |Δ log p| {worst}, realised {row['realised']:.3f}, kept slots {same}"
-            )
-            if options.out:
-                options.out.write_text(json.dumps(results, indent=1) + "\n")
+            tokens = f"{row['equal_tokens']}/{row['tokens']} tokens, {row['equal_prompts']}/{row['prompts']} prompts"
+            worst, realised = f"worst |Δ log p| {row['worst_prompt_logprob']:.1e}", f"realised {row['realised']:.3f}"
+            print(f"{dtype} {name}: {tokens}, {worst}, {realised}, kept slots {same}")
+            store(options.out, results)
         del llm
         gc.collect()
     folder.cleanup()

@@ -8,7 +8,6 @@ for, so that the checkpoint is nowhere on disk. Peak disk and memory are polled 
 
 from __future__ import annotations
 
-import argparse
 import functools
 import hashlib
 import json
@@ -24,10 +23,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from running import parser, store
 from transformers import Qwen3MoeConfig
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
-from ace_moe.files import write_whole
 from ace_moe.provenance import provenance
 from checkpoint.hub_server import Handler, Hub
 
@@ -135,16 +134,10 @@ class Synthetic(Hub):
         super().__init__(folder, NAME)
 
     def info(self) -> dict[str, Any]:
-        files = [
-            {
-                "rfilename": name,
-                "size": s.size,
-                "blobId": "b",
-                "lfs": {"sha256": s.sha256, "size": s.size, "pointerSize": 1},
-            }
-            for name, s in self.shards.items()
-        ]
-        found = super().info()
+        found, files = super().info(), []
+        for name, s in self.shards.items():
+            lfs = {"sha256": s.sha256, "size": s.size, "pointerSize": 1}
+            files.append({"rfilename": name, "size": s.size, "blobId": "b", "lfs": lfs})
         return {**found, "siblings": [*found["siblings"], *files]}
 
 
@@ -207,11 +200,9 @@ def facts(run: Watched) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=64)
-    parser.add_argument("--compare", type=int, default=16, help="layers for one worker against two")
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
+    made = parser(__doc__, layers=64)
+    made.add_argument("--compare", type=int, default=16, help="layers for one worker against two")
+    options = made.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "remote").mkdir()
@@ -223,8 +214,7 @@ def main() -> None:
         hub.close()
     result["provenance"] = provenance("cpu")
     print(json.dumps({k: v for k, v in result.items() if k != "provenance"}, indent=1))
-    if options.out:
-        write_whole(options.out, json.dumps(result, indent=1).encode(), "The result")
+    store(options.out, result)
 
 
 def measure(hub: Synthetic, folder: Path, layers: int, compare: int) -> dict[str, Any]:

@@ -11,7 +11,6 @@ the checkpoint (structure and headers), which both need, is told apart.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import tempfile
@@ -21,11 +20,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from running import parser, store
 from safetensors.torch import load_file
 from tables_memory import write_checkpoint
 
 from ace_moe.checkpoint import MoEModel, Site
-from ace_moe.files import write_whole
 from ace_moe.provenance import provenance
 from ace_moe.tables import tables
 
@@ -81,19 +80,13 @@ def measured(layers: int, of: int, fp8: bool, device: str, memory: str | None) -
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--of", type=int, default=48)
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
+    options = parser(__doc__, layers=4, of=48, device="cuda").parse_args()
     memory = "/dev/shm" if Path("/dev/shm").is_dir() else None
     result: dict[str, Any] = {"layers": options.layers, "repeats": REPEATS, "provenance": provenance(options.device)}
     for name in ("bf16", "fp8"):
         result[name] = measured(options.layers, options.of, name == "fp8", options.device, memory)
         print(name, json.dumps(result[name], indent=1), flush=True)
-        if options.out:
-            write_whole(options.out, (json.dumps(result, indent=1) + "\n").encode(), "The result")
+        store(options.out, result)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ the same machine, are timed in this process right after.
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import subprocess
@@ -18,6 +17,7 @@ import time
 from pathlib import Path
 
 import torch
+from running import made_here, parser, store
 from safetensors.torch import save_file
 from transformers import Qwen3MoeConfig
 
@@ -87,23 +87,18 @@ def gram_products() -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--layers", type=int, nargs=2, default=[2, 8])
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
+    options = parser(__doc__, layers=[2, 8]).parse_args()
     few, many = (measure(n) for n in options.layers)
     gram = min(gram_products() for _ in range(3))
     cpu = next((line for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line), "")
     result = {
-        "command": "python benchmarks/tables_memory.py " + " ".join(map(str, options.layers)),
+        **made_here(),
         "machine": f"{torch.get_num_threads()} threads, {re.sub('.*: ', '', cpu)}, torch {torch.__version__}",
         "few": few, "many": many, "gram_seconds_per_layer": gram,
         "peak_ratio": many["peak_gb"] / few["peak_gb"], "time_ratio": many["seconds_per_layer"] / gram,
     }  # fmt: skip
-    text = json.dumps(result, indent=1)
-    print(text)
-    if options.out:
-        options.out.write_text(text + "\n")
+    print(json.dumps(result, indent=1))
+    store(options.out, result)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from running import made_here, parser, store
+
 from ace_moe import build_plan
 from ace_moe.evaluate.tasks import TASKS, find_file, read_rows
 from ace_moe.loading import load_model, load_tokenizer, load_windows
@@ -97,31 +99,19 @@ def run(harness: str, plan: Path, options: argparse.Namespace) -> None:
         rows = read_rows(TASKS[name], find_file(TASKS[name], options.data))[: options.limit]
         row = {"harness": harness, "version": version(package), **measure(name, rows, stock, ours, ask)}
         print(row, flush=True)
-        found = {"command": command(options), "rows": [*found["rows"], row]}
-        options.out.write_text(json.dumps(found, indent=1) + "\n")
-
-
-def command(options: argparse.Namespace) -> str:
-    """As a reader would type it: files by their names."""
-    files = f"{Path(options.model).name} --text {options.text.name} --data {options.data.name}"
-    sizes = " ".join(f"--{name} {getattr(options, name)}" for name in ("tokens", "limit", "batch", "cap"))
-    return f"python benchmarks/tasks.py {files} {sizes} --harness {' '.join(options.harness)}"
+        found = made_here(rows=[*found["rows"], row])
+        store(options.out, found)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model")
-    parser.add_argument("--text", type=Path, required=True, help="text the threshold is mapped on")
-    parser.add_argument(
-        "--data", type=Path, required=True, help="folder with arc_easy.jsonl, piqa.jsonl, lambada.jsonl"
-    )
-    parser.add_argument("--tokens", type=int, default=16384)
-    parser.add_argument("--limit", type=int, default=400, help="questions of each task")
-    parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--cap", type=int, default=8, help="generated tokens (EvalScope)")
-    parser.add_argument("--harness", nargs="+", choices=list(HARNESSES), default=list(HARNESSES))
-    parser.add_argument("--out", type=Path, required=True)
-    options = parser.parse_args()
+    made = parser(__doc__, must_store=True, tokens=16384, batch=8)
+    made.add_argument("model")
+    made.add_argument("--text", type=Path, required=True, help="text the threshold is mapped on")
+    made.add_argument("--data", type=Path, required=True, help="folder with arc_easy.jsonl, piqa.jsonl, lambada.jsonl")
+    made.add_argument("--limit", type=int, default=400, help="questions of each task")
+    made.add_argument("--cap", type=int, default=8, help="generated tokens (EvalScope)")
+    made.add_argument("--harness", nargs="+", choices=list(HARNESSES), default=list(HARNESSES))
+    options = made.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         plan = Path(folder) / "plan.safetensors"
         make_plan(options, plan)

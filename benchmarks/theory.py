@@ -8,13 +8,12 @@ means; tests/theory proves the propositions themselves.
 
 from __future__ import annotations
 
-import argparse
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import torch
+from running import made_here, parser, store
 from torch import Tensor
 
 from ace_moe import build_plan, rule
@@ -159,20 +158,15 @@ def perturbed(call: Call, found: Tensor, keep: Tensor) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("models", nargs="+", type=Path)
-    parser.add_argument("--text", type=Path, required=True)
-    parser.add_argument("-o", "--out", type=Path)
-    given = parser.parse_args()
+    made = parser(__doc__)
+    made.add_argument("models", nargs="+", type=Path)
+    made.add_argument("--text", type=Path, required=True)
+    given = made.parse_args()
     rows = []
     for path in given.models:
         rows.append(measure(path, given.text))
         print(path.name, json.dumps({k: round(v, 3) for k, v in rows[-1]["mean"].items()}), flush=True)
-    if given.out is not None:
-        made = provenance(argv=["python", *sys.argv])
-        given.out.write_text(
-            json.dumps({"command": made["command"], "provenance": made, "rows": rows}, indent=1) + "\n"
-        )
+    store(given.out, made_here(provenance=provenance(), rows=rows))
 
 
 if __name__ == "__main__":

@@ -5,9 +5,9 @@ python benchmarks/threshold_transfer.py MODEL MAP_TEXT MEASURE_TEXT [--tokens 16
 
 from __future__ import annotations
 
-import argparse
-import json
 from pathlib import Path
+
+from running import made_here, parser, store
 
 from ace_moe import ACE, build_plan
 from ace_moe.loading import load_model, load_tokenizer, load_windows
@@ -33,28 +33,21 @@ def transfer(ace: ACE, mapped: Passes, measured: Passes) -> list[dict[str, float
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("model")
-    parser.add_argument("map_text", type=Path)
-    parser.add_argument("measure_text", type=Path)
-    parser.add_argument("--tokens", type=int, default=16384)
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
+    made = parser(__doc__, tokens=16384)
+    made.add_argument("model")
+    made.add_argument("map_text", type=Path)
+    made.add_argument("measure_text", type=Path)
+    options = made.parse_args()
     model, plan = load_model(options.model), build_plan(options.model)
     tokenizer = load_tokenizer(options.model)
     texts = [load_windows(model, tokenizer, t, 1024, options.tokens) for t in (options.map_text, options.measure_text)]
-    result = {
-        "command": f"python benchmarks/threshold_transfer.py {Path(options.model).name} {texts[0].workload.name} "
-        f"{texts[1].workload.name} --tokens {options.tokens}",
-        "tokens": [t.workload.tokens for t in texts],
-    }
+    result = made_here(tokens=[t.workload.tokens for t in texts])
     for min_active in (1, 2):
         print(f"min_active {min_active}")
         ace = ACE(plan, policy=make("ace", min_active=min_active))
         with ace(model):
             result[f"min_active_{min_active}"] = transfer(ace, *(Passes(ace.runtime, model, t) for t in texts))
-    if options.out:
-        options.out.write_text(json.dumps(result, indent=1) + "\n")
+    store(options.out, result)
 
 
 if __name__ == "__main__":

@@ -8,12 +8,12 @@ are read; what counts is the worst mean over any `--span` tokens behind the firs
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
 from typing import Any
 
 import torch
+from running import made_here, parser, store
 
 from ace_moe import ACE, build_plan
 from ace_moe.loading import load_model, load_tokenizer, load_windows
@@ -44,24 +44,13 @@ def worst(steps: list[tuple[int, float]], asked: float, span: int, warm: int) ->
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model")
-    parser.add_argument("--policy", default="share")
-    parser.add_argument("--text", nargs="+", type=Path, required=True)
-    parser.add_argument("--skip", nargs="+", type=float, default=[0.1, 0.3, 0.6])
-    parser.add_argument("--batch", type=int, default=16)
-    parser.add_argument("--tokens", type=int, default=32768)
-    parser.add_argument("--length", type=int, default=272)
-    parser.add_argument("--prompt", type=int, default=16)
-    parser.add_argument("--span", type=int, default=20000)
-    parser.add_argument("--warm", type=int, default=4000)
-    parser.add_argument("-o", "--out", type=Path)
-    options = parser.parse_args()
-    model, tokenizer, plan = (
-        load_model(options.model, device="cpu"),
-        load_tokenizer(options.model),
-        build_plan(options.model),
-    )
+    sizes = {"batch": 16, "tokens": 32768, "length": 272, "prompt": 16, "span": 20000, "warm": 4000}
+    made = parser(__doc__, policy="share", skip=[0.1, 0.3, 0.6], **sizes)
+    made.add_argument("model")
+    made.add_argument("--text", nargs="+", type=Path, required=True)
+    options = made.parse_args()
+    model, tokenizer = load_model(options.model, device="cpu"), load_tokenizer(options.model)
+    plan = build_plan(options.model)
     rounds = max(1, options.tokens // (len(options.text) * options.batch * (options.length - options.prompt)))
     size = options.length * options.batch * rounds
     texts = [load_windows(model, tokenizer, text, options.length, size).ids for text in options.text]
@@ -77,10 +66,7 @@ def main() -> None:
                "mean": sum(n * r for n, r in steps) / sum(n for n, _ in steps), "threshold": tau}  # fmt: skip
         rows.append(row)
         print(json.dumps(row), flush=True)
-        if options.out:
-            names = " ".join(text.name for text in options.text)
-            command = f"python benchmarks/tracking.py {row['model']} --batch {options.batch} --text {names}"
-            options.out.write_text(json.dumps({"command": command, "rows": rows}, indent=1) + "\n")
+        store(options.out, made_here(rows=rows))
 
 
 if __name__ == "__main__":

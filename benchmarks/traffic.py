@@ -10,13 +10,12 @@ rounding of gates. The second fits on the 0 and 60 % rows of one `ace bench` fil
 
 from __future__ import annotations
 
-import argparse
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import torch
+from running import made_here, parser, store
 from torch import Tensor
 
 from ace_moe import ACE, build_plan
@@ -106,19 +105,14 @@ def times(fitted: Path, held: list[Path]) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("models", nargs="*", type=Path)
-    parser.add_argument("--text", type=Path)
-    parser.add_argument("--fit", type=Path)
-    parser.add_argument("--held", nargs="+", type=Path, default=[])
-    parser.add_argument("-o", "--out", type=Path)
-    given = parser.parse_args()
+    made = parser(__doc__)
+    made.add_argument("models", nargs="*", type=Path)
+    made.add_argument("--text", type=Path)
+    made.add_argument("--fit", type=Path)
+    made.add_argument("--held", nargs="+", type=Path, default=[])
+    given = made.parse_args()
     rows = times(given.fit, given.held) if given.fit else [r for m in given.models for r in measure(m, given.text)]
-    if given.out is not None:
-        made = provenance(argv=["python", *sys.argv])
-        given.out.write_text(
-            json.dumps({"command": made["command"], "provenance": made, "rows": rows}, indent=1) + "\n"
-        )
+    store(given.out, made_here(provenance=provenance(), rows=rows))
 
 
 if __name__ == "__main__":

@@ -8,14 +8,13 @@ no weight is found in the cache. Worker processes compile all candidates first.
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import json
+import math
 import multiprocessing
 import time
-from pathlib import Path
 
 import torch
+from running import made_here, parser, store
 
 from ace_moe.bench.run import read_rate
 from ace_moe.kernels import experts
@@ -23,6 +22,12 @@ from ace_moe.kernels.activation import SILU, Activation
 from ace_moe.kernels.config import Tiles
 
 EXPERTS, HIDDEN, MIDDLE, TOP_K = 128, 2048, 768, 8
+# rows of an expert up to → heights of a tile and of its last one; then width, depth, warps and stages of a product
+HEIGHTS = {16: [(16, 16)], 64: [(64, 64), (64, 32), (64, 16), (32, 16)], math.inf: [(128, 128), (128, 64)]}
+WIDE = [(64, 64, 4, 3), (64, 64, 4, 4), (64, 128, 4, 3), (128, 64, 4, 3), (128, 64, 8, 3), (128, 64, 8, 4)]
+NARROW = [
+    (16, 256, 4, 4), (32, 128, 4, 4), (32, 128, 2, 4), (32, 128, 4, 6), (64, 64, 4, 6), (64, 128, 4, 4), (32, 256, 4, 3),
+]  # fmt: skip
 LAYOUT = experts.Layout(True, False, False, Activation(SILU))
 
 
@@ -57,27 +62,8 @@ def candidates(tokens: int) -> list[Tiles]:
         ]
         return [Tiles(4, *up, 4, 256, 2, 2) for up in ups] + [Tiles(d[0], 2, 512, 1, 1, *d[1:]) for d in downs]
     rows = tokens * TOP_K // EXPERTS
-    heights = (
-        [(16, 16)]
-        if rows <= 16
-        else [(64, 64), (64, 32), (64, 16), (32, 16)]
-        if rows <= 64
-        else [(128, 128), (128, 64)]
-    )
-    wide = [(64, 64, 4, 3), (64, 64, 4, 4), (64, 128, 4, 3), (128, 64, 4, 3), (128, 64, 8, 3), (128, 64, 8, 4)]
-    shapes = (
-        wide
-        if rows > 16
-        else [
-            (16, 256, 4, 4),
-            (32, 128, 4, 4),
-            (32, 128, 2, 4),
-            (32, 128, 4, 6),
-            (64, 64, 4, 6),
-            (64, 128, 4, 4),
-            (32, 256, 4, 3),
-        ]
-    )
+    heights = next(found for most, found in HEIGHTS.items() if rows <= most)
+    shapes = WIDE if rows > 16 else NARROW
     downs = [*shapes, (256, 64, 8, 3), (256, 64, 8, 4)] if rows > 64 else shapes
     base, base_down = shapes[-1], downs[-1]
     ups = [Tiles(bm, *up, *base_down, tail) for (bm, tail), up in itertools.product(heights, shapes)]
@@ -127,7 +113,7 @@ def layers_time(tokens: int, skip: float, layers: list[experts.Weights]) -> floa
     return graph_time(lambda: [experts.run(*i, w) for i, w in zip(inputs, layers, strict=True)]) / len(layers)
 
 
-def best(tokens: int, layers: list[experts.Weights], skip: float) -> tuple[list[tuple[float, Tiles]], float]:
+def best(tokens: int, layers: list[experts.Weights], skip: float) -> list[tuple[float, Tiles]]:
     found = []
     for tiles in candidates(tokens):
         use(tiles)
@@ -136,7 +122,7 @@ def best(tokens: int, layers: list[experts.Weights], skip: float) -> tuple[list[
         except Exception as error:
             if "out of resource" not in str(error) and "OutOfResources" not in type(error).__name__:
                 print("failed", tiles, str(error)[:200])
-    return sorted(found), skip
+    return sorted(found)
 
 
 def merged(found: list[tuple[float, Tiles]], tokens: int) -> Tiles:
@@ -150,14 +136,10 @@ def merged(found: list[tuple[float, Tiles]], tokens: int) -> Tiles:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 4, 16, 32, 64, 256, 1024, 4096])
-    parser.add_argument("--skip", type=float, default=0.6, help="tuned for the sum of the times at 0 and at this ratio")
-    parser.add_argument("--one", type=int, default=experts.ONE, help="tokens up to which a product per slot is tried")
-    parser.add_argument("--workers", type=int, default=12)
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
+    made = parser(__doc__, tokens=[1, 4, 16, 32, 64, 256, 1024, 4096], workers=12, layers=8)
+    made.add_argument("--skip", type=float, default=0.6, help="tuned for the sum of the times at 0 and at this ratio")
+    made.add_argument("--one", type=int, default=experts.ONE, help="tokens up to which a product per slot is tried")
+    options = made.parse_args()
     experts.ONE = options.one
     started = time.time()
     work = [(t, c) for t in options.tokens for c in candidates(t)]
@@ -172,18 +154,17 @@ def main() -> None:
         process.join()
     print(f"{len(work)} candidates compiled in {time.time() - started:.0f} s", flush=True)
     layers = [layer(seed) for seed in range(options.layers)]
-    result = {"ceiling_tb_s": read_rate(torch.device("cuda")), "device": torch.cuda.get_device_name(), "tokens": {}}
+    result = made_here(ceiling_tb_s=read_rate(torch.device("cuda")), tokens={})
     print(result, flush=True)
     for tokens in options.tokens:
-        found, _ = best(tokens, layers, options.skip)
+        found = best(tokens, layers, options.skip)
         chosen = merged(found, tokens)
         use(chosen)
         row = {"tiles": chosen, "us": layers_time(tokens, 0.0, layers), "us_60": layers_time(tokens, 0.6, layers)}
         row["next"] = [(round(us, 1), tuple(t)) for us, t in found[:4]]
         result["tokens"][tokens] = row
         print(tokens, tuple(chosen), f"{row['us']:.1f} us, 60 %: {row['us_60']:.1f} us; {row['next']}", flush=True)
-        if options.out:
-            options.out.write_text(json.dumps(result, indent=1))
+        store(options.out, result)
     print(f"{time.time() - started:.0f} s in all")
 
 

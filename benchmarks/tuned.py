@@ -9,12 +9,12 @@ tuning beside every score with `power`; 0 takes all. `--plain`: without the mean
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 import time
 from pathlib import Path
 from typing import Any
+
+from running import parser, store
 
 from ace_moe import build_plan
 from ace_moe.files import file_hash
@@ -55,14 +55,8 @@ def judge(texts: dict[str, dict[str, Any]], auto: str, budgets: list[float]) -> 
     best = min(total, key=lambda n: total[n])
     behind = math.exp(total[auto] - total[best]) - 1
     each = [mean[auto][i] / min(kls[i] for kls in mean.values()) - 1 for i in range(len(budgets))]
-    return {
-        "mean_kl": mean,
-        "auto": auto,
-        "best": best,
-        "behind": behind,
-        "behind_each": each,
-        "met": behind <= ALLOWED,
-    }
+    found = {"mean_kl": mean, "auto": auto, "best": best, "behind": behind}
+    return {**found, "behind_each": each, "met": behind <= ALLOWED}
 
 
 def with_mean(
@@ -99,20 +93,14 @@ def _common(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", type=Path)
-    parser.add_argument("--tune", type=Path, required=True)
-    parser.add_argument("--texts", type=Path, nargs="+", required=True)
-    parser.add_argument("--budgets", type=float, nargs="+", default=[0.4, 0.5, 0.6])
-    parser.add_argument("--tokens", type=int, default=16384, help="of the text that is tuned on")
-    parser.add_argument("--windows", type=int, default=4, help="of each text that is measured on")
-    parser.add_argument("--window", type=int, default=1024)
-    parser.add_argument("--candidates", type=int, default=12)
-    parser.add_argument("--plain", action="store_true")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--work", type=Path, help="a file beside which a stopped search goes on")
-    parser.add_argument("-o", "--out", type=Path)
-    options = parser.parse_args()
+    made = parser(__doc__, budgets=[0.4, 0.5, 0.6], window=1024, candidates=12, plain=False, device="cpu")
+    made.add_argument("model", type=Path)
+    made.add_argument("--tune", type=Path, required=True)
+    made.add_argument("--texts", type=Path, nargs="+", required=True)
+    made.add_argument("--tokens", type=int, default=16384, help="of the text that is tuned on")
+    made.add_argument("--windows", type=int, default=4, help="of each text that is measured on")
+    made.add_argument("--work", type=Path, help="a file beside which a stopped search goes on")
+    options = made.parse_args()
     model, plan, start = load_model(options.model, options.device), build_plan(options.model), time.perf_counter()
     windows = text_for(model, options.model, options.tune, options.window, options.tokens)
     tuned = tune(model, plan, windows, options.budgets, mean=not options.plain, path=options.work)
@@ -137,8 +125,7 @@ def main() -> None:
     for name, kls in sorted(result["judged"]["mean_kl"].items(), key=lambda item: item[1][0]):
         print(f"{name:60s}", *(f"{kl:.4f}" for kl in kls))
     print({k: v for k, v in result["judged"].items() if k != "mean_kl"}, f"tuned in {seconds:.0f} s")
-    if options.out:
-        options.out.write_text(json.dumps(result, indent=1) + "\n")
+    store(options.out, result)
 
 
 if __name__ == "__main__":

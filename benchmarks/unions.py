@@ -8,12 +8,11 @@ would read, and the mean shares of the gates.
 
 from __future__ import annotations
 
-import argparse
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
+from running import made_here, parser, store
 from torch import Tensor
 
 from ace_moe.bench.routers import uniform_union
@@ -59,26 +58,18 @@ def measure(path: Path, text: Path, sequences: int, window: int) -> dict[str, An
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("models", nargs="+", type=Path)
-    parser.add_argument("--text", type=Path, required=True)
-    parser.add_argument("--sequences", type=int, default=128)
-    parser.add_argument("--window", type=int, default=128)
-    parser.add_argument("-o", "--out", type=Path)
-    given = parser.parse_args()
+    made = parser(__doc__, sequences=128, window=128)
+    made.add_argument("models", nargs="+", type=Path)
+    made.add_argument("--text", type=Path, required=True)
+    given = made.parse_args()
     rows = []
     for path in given.models:
         rows.append(measure(path, given.text, given.sequences, given.window))
         cells = [f"{b}: {u:.1f} of {rows[-1]['uniform'][b]:.1f}" for b, u in rows[-1]["unions"].items()]
-        print(
-            f"{path.name}, {rows[-1]['experts']} experts, top {rows[-1]['top_k']}: {', '.join(cells)} by chance",
-            flush=True,
-        )
+        built = f"{rows[-1]['experts']} experts, top {rows[-1]['top_k']}"
+        print(f"{path.name}, {built}: {', '.join(cells)} by chance", flush=True)
         print("  gate shares", " ".join(f"{share:.3f}" for share in rows[-1]["shares"]), flush=True)
-    names = " ".join(path.name for path in given.models)
-    command = f"python benchmarks/unions.py {names} --text {given.text.name} -o unions.json"
-    if given.out is not None:
-        given.out.write_text(json.dumps({"command": command, "rows": rows}, indent=1) + "\n")
+    store(given.out, made_here(rows=rows))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ Needs what those tests import: `pip install parameterized datasets httpx`.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
@@ -19,6 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from running import parser, store
 from upstream_plugin import STOCK
 
 FAMILIES = ("qwen3_moe", "olmoe", "mixtral", "glm4_moe", "gpt_oss", "deepseek_v3")
@@ -65,13 +65,11 @@ def show(family: str, mode: str, row: Result) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("checkout", type=Path)
-    parser.add_argument("--families", nargs="+", default=list(FAMILIES))
-    parser.add_argument("--skip", nargs="+", default=["0", "0.5"], help="parts of slots to skip, about")
-    parser.add_argument("-k", dest="select", default="", help="tests, as for pytest")
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
+    made = parser(__doc__, families=list(FAMILIES))
+    made.add_argument("checkout", type=Path)
+    made.add_argument("--skip", nargs="+", default=["0", "0.5"], help="parts of slots to skip, about")
+    made.add_argument("-k", dest="select", default="", help="tests, as for pytest")
+    options = made.parse_args()
     print(f"{'family':<12}{'mode':<6}" + "".join(f"{name:>9}" for name in COLUMNS))
     table: dict[str, dict[str, Result]] = {}
     for family in options.families:
@@ -80,8 +78,7 @@ def main() -> None:
             found = stock if mode == STOCK else run(options.checkout, family, mode, options.select)
             row = table.setdefault(family, {})[mode] = summary(found, stock)
             show(family, mode, row)
-            if options.out:
-                options.out.write_text(json.dumps(table, indent=1) + "\n")
+            store(options.out, table)
     sys.exit(any(row["lost"] for rows in table.values() for row in rows.values()))
 
 

@@ -22,6 +22,7 @@ from typing import Any
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 
 import torch
+from running import engine_options, made_here, parser, store
 
 from ace_moe.integrations.vllm import engine_args
 from ace_moe.integrations.vllm.control import report, reset, set_skip
@@ -89,18 +90,10 @@ def held(load: Load, valve: Any, options: argparse.Namespace) -> list[dict[str, 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--layers", type=int)
-    parser.add_argument("--few", type=int, default=16)
-    parser.add_argument("--many", type=int, default=32)
-    parser.add_argument("--windows", type=int, default=14, help="of the valve, for each load")
-    parser.add_argument("--eager", action="store_true")
-    parser.add_argument("--memory", type=float, default=0.46)
-    parser.add_argument("--cache", type=float, default=8.0)
-    parser.add_argument("--length", type=int, default=2048)
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
+    made = engine_options(parser(__doc__, tiny=False, few=16, many=32), memory=0.46, cache=8.0, length=2048)
+    made.add_argument("--layers", type=int)
+    made.add_argument("--windows", type=int, default=14, help="of the valve, for each load")
+    options = made.parse_args()
     sizes = dict(TINY if options.tiny else QWEN3_30B)
     sizes |= {"num_hidden_layers": options.layers} if options.layers else {}
     with tempfile.TemporaryDirectory() as folder:
@@ -124,12 +117,10 @@ def measure(options: argparse.Namespace, sizes: dict[str, Any], folder: Path) ->
     reset(llm)
     rows = held(load, valve, options)
     facts = {"fixed_ms": found, "target_ms": target, "sent": load.sent, "finished": load.done, "rows": rows}
-    facts |= {"command": f"python benchmarks/valve.py --layers {sizes['num_hidden_layers']}", "report": report(llm)}
-    facts["device"] = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    facts |= made_here(report=report(llm))
     for row in rows:
         print(f"{row['phase']:<10} {row['ms']:7.3f} ms of {target:.3f}  budget {row['budget']:.0%}", flush=True)
-    if options.out:
-        options.out.write_text(json.dumps(facts, indent=1) + "\n")
+    store(options.out, facts)
     return {key: facts[key] for key in ("fixed_ms", "target_ms", "sent", "finished")}
 
 

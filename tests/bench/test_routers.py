@@ -14,7 +14,6 @@ from ace_moe.bench.routers import (
     SKEWED,
     Router,
     default_union,
-    mean_shares,
     mean_union,
     shape_routers,
     target_shares,
@@ -29,6 +28,11 @@ FRESH = range(100, 108)  # seeds that no fit has seen
 
 def fresh(router, tokens=2048):
     return [router.logits(tokens, seed) for seed in FRESH]
+
+
+def mean_shares(logits, k):
+    """Of a softmax router's k gates, largest first, [k]."""
+    return logits.topk(k, dim=-1).values.softmax(-1).mean(0)
 
 
 def union_of(router, batch=16):

@@ -45,7 +45,7 @@ def median(
     walls, gpus = [], []
     for _ in range(repeats):
         prepare()
-        wall, gpu = _once(step, device)
+        wall, gpu = once(step, device)
         walls.append(wall)
         gpus.append(gpu)
     quarters = statistics.quantiles(walls, n=4) if repeats > 1 else [walls[0]] * 3
@@ -53,7 +53,8 @@ def median(
     return Timing(statistics.median(walls), gpu_median, quarters[2] - quarters[0])
 
 
-def _once(step: Callable[[], Any], device: torch.device) -> tuple[float, float | None]:
+def once(step: Callable[[], Any], device: torch.device) -> tuple[float, float | None]:
+    """Milliseconds by the clock, and of the GPU where there is one."""
     if device.type != "cuda":
         start = time.perf_counter()
         step()

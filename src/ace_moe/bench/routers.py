@@ -9,7 +9,7 @@ depends on ρ alone and the shares on s, so each is fitted by itself, on the rou
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -36,6 +36,13 @@ CONSTANT = 8.0  # what every embedding has in its first component, in units of i
 CALIBRATION = 512  # random tokens that each layer's router is fitted on
 
 
+def check_kind(kind: str, union: float | None) -> None:
+    if kind not in KINDS:
+        raise OptionError(f"--routing is one of {', '.join(KINDS)}; {kind!r} is not.")
+    if union is not None and kind != SKEWED:
+        raise OptionError(f"--union is for --routing {SKEWED}; {kind} routing reads what chance gives.")
+
+
 def uniform_union(experts: int, slots: float, tokens: int) -> float:
     """Distinct experts that `tokens` tokens of `slots` slots each need if every expert is as likely."""
     return experts * (1 - (1 - slots / experts) ** tokens)
@@ -46,11 +53,6 @@ def target_shares(k: int) -> Tensor:
     ratio = SHARES[-1] / SHARES[-2]
     curve = [*SHARES, *(SHARES[-1] * ratio**n for n in range(1, k))][:k]
     return torch.tensor(curve) / sum(curve)
-
-
-def mean_shares(logits: Tensor, k: int) -> Tensor:
-    """logits [T, E] → the mean shares of a softmax router's k gates, largest first, [k]."""
-    return logits.topk(k, dim=-1).values.softmax(-1).mean(0)
 
 
 def best_spread(top: Tensor) -> float:
@@ -80,11 +82,10 @@ class Router:
     @classmethod
     def like(cls, kind: str, experts: int, k: int, union: float | None = None) -> Router:
         """Fitted: `union` is what 16 tokens read where routing is skewed."""
+        check_kind(kind, union)
         flat = cls(kind, experts, k)
         if kind == SKEWED:
             flat = cls(kind, experts, k, skew=flat._skew_for(union or default_union(experts, k)))
-        elif union is not None:
-            raise OptionError(f"--union is for --routing {SKEWED}; {kind} routing reads what chance gives.")
         top = torch.cat([logits.topk(k).values for logits in flat.draws(1)])
         return cls(kind, experts, k, best_spread(top), flat.skew)
 
@@ -150,8 +151,6 @@ def default_union(experts: int, k: int) -> float:
 @torch.no_grad()
 def shape_routers(model: PreTrainedModel, kind: str, union: float | None = None) -> Router | None:
     """Give a random model's routers this routing, each layer fitted on what reaches it; None: left as they are."""
-    if kind not in KINDS:
-        raise OptionError(f"--routing is one of {', '.join(KINDS)}; {kind!r} is not.")
     sites = MoEModel.of(model).sites
     router = Router.like(kind, sites[0].num_experts, sites[0].top_k, union)
     if kind == UNIFORM:
@@ -160,9 +159,8 @@ def shape_routers(model: PreTrainedModel, kind: str, union: float | None = None)
     if kind == SKEWED:
         embeddings[:, 0] = CONSTANT * embeddings[:, 1:].float().std()
     owners = [_linear(model.get_submodule(str(site.router_path)), router.experts) for site in sites]
-    ids = torch.randint(
-        len(embeddings), (1, CALIBRATION), generator=torch.Generator().manual_seed(0)
-    )  # on the CPU: the same on every device
+    generator = torch.Generator().manual_seed(0)  # on the CPU: the same on every device
+    ids = torch.randint(len(embeddings), (1, CALIBRATION), generator=generator)
     with _fitted(owners, router):
         model(input_ids=ids.to(model.device), use_cache=False, logits_to_keep=1)
     return router
@@ -179,12 +177,10 @@ def _fitted(owners: list[nn.Module], router: Router) -> Iterator[None]:
 
         return fit
 
-    handles = [owner.register_forward_pre_hook(hook(seed)) for seed, owner in enumerate(owners)]
-    try:
+    with ExitStack() as hooks:
+        for seed, owner in enumerate(owners):
+            hooks.enter_context(owner.register_forward_pre_hook(hook(seed)))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def weights(router: Router, x: Tensor, seed: int) -> Tensor:

@@ -7,6 +7,7 @@ shared out and how many experts its tokens need, and is not valid where that is 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import torch
@@ -73,13 +74,10 @@ def observe(
     experts, batch = next(iter(ace.runtime.layers.values())).mark, len(ids)
     seen = _Seen((batch, ids.shape[1]), steps, experts)
     paths = {site.router_path for site in MoEModel.of(model).sites} - {None}
-    hooks = [model.get_submodule(str(path)).register_forward_hook(seen.routed) for path in paths]
-    try:
-        with ace.runtime.observed(lambda key: seen.decided):
-            model(input_ids=ids, use_cache=False, logits_to_keep=1)
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with ace.runtime.observed(lambda key: seen.decided), ExitStack() as hooks:
+        for path in paths:
+            hooks.enter_context(model.get_submodule(str(path)).register_forward_hook(seen.routed))
+        model(input_ids=ids, use_cache=False, logits_to_keep=1)
     before, after = (sum(u[i] for u in seen.unions) / len(seen.unions) for i in range(2))
     spread = sum(seen.spreads) / max(1, len(seen.spreads))
     tokens = batch if steps else ids.numel()

@@ -19,7 +19,7 @@ from ..plan import Plan
 from ..planning.mapping import bisect
 from ..tables.build import build_plan
 from ..text import Windows
-from .latency import STEPS, Generated, Loop, Prompt, Steps, Timing
+from .latency import STEPS, Generated, Loop, Prompt, Steps, Timing, once
 from .quality import fidelity
 from .routing import Expected, Routed, observe
 from .tokens import random_tokens, text_tokens
@@ -219,14 +219,7 @@ def read_rate(device: torch.device) -> float | None:
     if device.type != "cuda":
         return None
     big = torch.empty(1 << 30, dtype=torch.float32, device=device).normal_()
-    times = []
-    for _ in range(6):
-        before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        before.record()
-        big.sum()
-        after.record()
-        torch.cuda.synchronize()
-        times.append(before.elapsed_time(after))
+    times = [gpu for _, gpu in (once(big.sum, device) for _ in range(6)) if gpu is not None]
     return big.numel() * 4 / min(times) / 1e9
 
 

@@ -108,16 +108,13 @@ def bench(
 
 def _check(model: str | None, shape: str | None, routing: str, union: float | None, text: Path | None) -> None:
     """Options that contradict each other, before anything is loaded."""
-    from ..bench.routers import KINDS, SKEWED, UNIFORM
+    from ..bench.routers import UNIFORM, check_kind
 
     if (model is None) == (shape is None):
         raise OptionError("Name a checkpoint or a shape (--shape qwen3-30b-a3b), not both.")
-    if routing not in KINDS:
-        raise OptionError(f"--routing is one of {', '.join(KINDS)}; {routing!r} is not.")
     if shape is None and (routing != UNIFORM or union is not None):
         raise OptionError("A checkpoint routes by its own weights; --routing and --union are for --shape.")
-    if union is not None and routing != SKEWED:
-        raise OptionError(f"--union is for --routing {SKEWED}; {routing} routing reads what chance gives.")
+    check_kind(routing, union)
     if text is not None and shape is not None:
         raise OptionError("Random weights predict nothing: --text is for a checkpoint, not for --shape.")
 

@@ -87,9 +87,8 @@ def reproduce(
 
 
 def _listed(table: Table) -> dict[str, Any]:
-    steps = [
-        {"name": s.name, "command": f"ace {' '.join(s.argv)}", "needs": s.needs, "lacks": s.lacks} for s in table.steps
-    ]
+    told = [{"command": f"ace {' '.join(s.argv)}", "needs": s.needs, "lacks": s.lacks} for s in table.steps]
+    steps = [{"name": s.name, **more} for s, more in zip(table.steps, told, strict=True)]
     return {"table": table.name, "cells": len(table.cells), "steps": steps}
 
 
@@ -219,7 +218,6 @@ def _page(wanted: list[Table], found: dict[str, list[dict[str, Any]]]) -> str:
         lines = [f"| {' | '.join(row)} |" for row in (["", *columns], ["---"] * (len(columns) + 1), *rows)]
         why = dict.fromkeys(cell["refused"] for cell in found[table.name] if cell["refused"])
         commands = [f"    ace {' '.join(Path(a).name if '/' in a else a for a in step.argv)}" for step in table.steps]
-        parts.append(
-            "\n".join([f"## {table.title}\n", *lines, "", *(f"- –: {reason}" for reason in why), "", *commands, ""])
-        )
+        reasons = [f"- –: {reason}" for reason in why]
+        parts.append("\n".join([f"## {table.title}\n", *lines, "", *reasons, "", *commands, ""]))
     return "\n".join(parts)

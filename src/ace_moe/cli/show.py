@@ -50,9 +50,8 @@ def check_writable(path: Path) -> None:
     if not folder.is_dir():
         raise OutputError(f"There is no folder {folder} to write {path.name} into. Create it, or choose another place.")
     if path.is_dir() or not os.access(folder, os.W_OK):
-        raise OutputError(
-            f"{path} cannot be written: {'it is a folder' if path.is_dir() else 'no permission'}. Choose another place."
-        )
+        why = "it is a folder" if path.is_dir() else "no permission"
+        raise OutputError(f"{path} cannot be written: {why}. Choose another place.")
 
 
 def check_folder(path: Path) -> None:
@@ -60,10 +59,8 @@ def check_folder(path: Path) -> None:
     path = expand(path)
     existing = next((p for p in (path, *path.resolve().parents) if p.exists()), path)
     if not existing.is_dir() or not os.access(existing, os.W_OK):
-        raise OutputError(
-            f"{path} cannot be written: {f'no permission in {existing}' if existing.is_dir() else f'{existing} is a file'}. "
-            "Choose another folder with -o."
-        )
+        why = f"no permission in {existing}" if existing.is_dir() else f"{existing} is a file"
+        raise OutputError(f"{path} cannot be written: {why}. Choose another folder with -o.")
     if (path / "config.json").exists():
         raise OutputError(f"{path} is a checkpoint, which must stay as it is. Choose another folder with -o.")
 
@@ -80,17 +77,13 @@ def plan_table(plan: Plan) -> Table:
 
 def entries_table(entries: Sequence[Threshold]) -> Table:
     """Budgets with what they realise and what they do to predictions."""
-    rows = [
-        [
-            f"{t.budget:.1%}",
-            f"{t.threshold:.6f}",
-            f"{t.realised:.2%}",
-            *_distance(t),
-        ]
-        for t in entries
-    ]
+    rows = [[*_numbers(t), *_distance(t)] for t in entries]
     columns = ["budget", "threshold", "realised", "KL", "same\ntoken", "acceptance"]
     return table("thresholds", columns, rows)
+
+
+def _numbers(entry: Threshold) -> list[str]:
+    return [f"{entry.budget:.1%}", f"{entry.threshold:.6f}", f"{entry.realised:.2%}"]
 
 
 def _distance(entry: Threshold) -> list[str]:
@@ -109,19 +102,12 @@ def entry_json(entry: Threshold) -> dict[str, Any]:
 
 
 def demo_table(cells: Sequence[Cell]) -> Table:
-    rows = [
-        [
-            "unskipped" if c.budget == 0 else c.rule,
-            f"{c.budget:.0%}",
-            f"{c.realised:.2%}",
-            f"{c.threshold:.4f}",
-            f"{c.perplexity:.2f}",
-        ]
-        for c in cells
-    ]
-    return table(
-        "demo-moe on WikiText-2 (6 × 1,024 tokens)", ["rule", "budget", "realised", "threshold", "perplexity"], rows
-    )
+    rows = []
+    for c in cells:
+        numbers = [f"{c.budget:.0%}", f"{c.realised:.2%}", f"{c.threshold:.4f}", f"{c.perplexity:.2f}"]
+        rows.append([c.rule if c.budget else "unskipped", *numbers])
+    columns = ["rule", "budget", "realised", "threshold", "perplexity"]
+    return table("demo-moe on WikiText-2 (6 × 1,024 tokens)", columns, rows)
 
 
 def plan_json(plan: Plan) -> dict[str, Any]:
@@ -144,21 +130,12 @@ def print_plan(console: Console, plan: Plan) -> None:
     if not plan.thresholds:
         console.print("no thresholds yet: map them with `ace budget`")
         return
-    rows = [
-        [
-            f"{_method(t)}{f' {t.factor}' if t.factor else ''}",
-            t.gain,
-            str(t.min_active),
-            f"{t.budget:.1%}",
-            f"{t.threshold:.6f}",
-            f"{t.realised:.2%}",
-            t.workload.name,
-        ]
-        for t in plan.thresholds
-    ]
-    console.print(
-        table("thresholds", ["policy", "gain", "min active", "budget", "threshold", "realised", "workload"], rows)
-    )
+    rows = []
+    for t in plan.thresholds:
+        policy = f"{_method(t)}{f' {t.factor}' if t.factor else ''}"
+        rows.append([policy, t.gain, str(t.min_active), *_numbers(t), t.workload.name])
+    columns = ["policy", "gain", "min active", "budget", "threshold", "realised", "workload"]
+    console.print(table("thresholds", columns, rows))
 
 
 def _method(entry: Threshold) -> str:
@@ -236,9 +213,8 @@ def print_model(console: Console, moe: MoEModel) -> None:
     _print_folded(console, "stored as", {key: ", ".join(found) for key, found in moe.formats().items()})
     print_line(console, f"runs: {how_it_runs(moe)}")
     for key, size in outliers(moe.fingerprint()).items():
-        print_line(
-            console, f"layer {key}: experts of rms {size:.3g} are no weights; a factor of their format is missing"
-        )
+        wrong = f"experts of rms {size:.3g} are no weights; a factor of their format is missing"
+        print_line(console, f"layer {key}: {wrong}")
     for path in moe.not_covered:
         print_line(console, f"not covered: {path} (a text pass never reaches it)")
 
@@ -251,8 +227,7 @@ def print_pair(console: Console, pair: dict[str, Any]) -> None:
     ]
     columns = ["layer", "table", "mean change", "largest change", "rank correlation"]
     console.print(table(f"tables of {pair['model']} against those of {pair['other']}", columns, rows))
-    print_line(
-        console, f"routers: {'the same, so one plan serves both' if pair['same_routers'] else pair['difference']}"
-    )
+    routers = "the same, so one plan serves both" if pair["same_routers"] else pair["difference"]
+    print_line(console, f"routers: {routers}")
     if pair["experts"]:
         print_line(console, pair["experts"])

@@ -125,19 +125,15 @@ def print_perplexity(console: Console, results: dict[str, Any], protocol: str, w
         print_line(console, f"requested {results['setup']['skip']:.1%}, realised {results['ace']['realised']:.2%}")
 
 
-def _points(value: float, digits: int = 1) -> str:
-    return f"{100 * value:+.{digits}f}"
+def _points_changed(change: dict[str, float]) -> str:
+    value, low, high = (100 * change[name] for name in ("value", "low", "high"))
+    return f"{value:+.2f} points ({low:+.1f} … {high:+.1f})"
 
 
 def tasks_table(results: dict[str, Any]) -> Table:
     rows = []
     for c in results["cells"]:
-        change = c["change"]
-        against = (
-            f"{_points(change['value'], 2)} points ({_points(change['low'])} … {_points(change['high'])})"
-            if change
-            else ""
-        )
+        against = "" if c["change"] is None else _points_changed(c["change"])
         value = f"{100 * c['value']:.2f} % ({' – '.join(f'{100 * bound:.1f}' for bound in c['interval'])})"
         rows.append([c["task"], c["metric"], f"{c['skip']:.0%}", f"{c['realised']:.2%}", value, against])
     columns = ["task", "metric", "budget", "realised", "score", "against unskipped"]

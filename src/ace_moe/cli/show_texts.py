@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from . import show
@@ -40,16 +41,10 @@ def _carried(plan: Plan, curve: Curve) -> dict[str, Any]:
 
 
 def texts_table(texts: list[dict[str, Any]]) -> Table:
-    rows = [
-        [
-            f"{t['workload']}{' (default)' if t['default'] else ''}",
-            t["sha256"][:12],
-            f"{t['tokens']:,}",
-            t["date"],
-            "; ".join(_said(c) for c in t["carried"] if c["realised"]) or "–",
-        ]
-        for t in texts
-    ]
+    rows = []
+    for t in texts:
+        name, carried = f"{t['workload']}{' (default)' * t['default']}", filter(itemgetter("realised"), t["carried"])
+        rows.append([name, t["sha256"][:12], f"{t['tokens']:,}", t["date"], "; ".join(map(_said, carried)) or "–"])
     columns = ["text", "sha256", "tokens", "mapped", "with the default's thresholds, dense"]
     return show.table("workloads", columns, rows)
 

@@ -12,18 +12,7 @@ from rich.text import Text
 
 # control characters but tab and line end, and marks that turn the direction of what follows
 COMMANDS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
-PLAIN = {
-    "–": "-",
-    "—": "-",
-    "−": "-",
-    "→": "->",
-    "…": "...",
-    "τ": "tau",
-    "×": "x",
-    "·": "-",
-    "±": "+-",
-    "∘": "*",
-}
+PLAIN = {"–": "-", "—": "-", "−": "-", "·": "-", "→": "->", "…": "...", "τ": "tau", "×": "x", "±": "+-", "∘": "*"}
 HANDLER = "ace_plain"
 
 

@@ -70,9 +70,8 @@ def run(folder: Path, say: Callable[[str], None] = print) -> list[Cell]:
     windows = load_windows(model, load_tokenizer(MODEL), TEXT, WINDOW, TOKENS)
     cells: list[Cell] = []
     for number, rule in enumerate(RULES, start=2):
-        say(
-            f"{number}/3  {rule.label}: thresholds for 10–60 %, {'corrected' if rule.correct else 'one pass'}, and perplexity"
-        )
+        how = "corrected" if rule.correct else "one pass"
+        say(f"{number}/3  {rule.label}: thresholds for 10–60 %, {how}, and perplexity")
         found, plan = _measure(rule, plan, model, windows)
         cells += found if not cells else found[1:]  # the unskipped model is the same for both
     made = provenance(model.device, {TEXT.name: file_hash(TEXT)})
@@ -108,9 +107,8 @@ def pair(folder: Path) -> Pair:
 def draw(cells: list[Cell], path: Path) -> Path | None:
     """Perplexity against realised ratio for both rules."""
     dense = cells[0].perplexity
-    curves = {
-        r.label: [(0.0, dense)] + [(c.realised, c.perplexity) for c in cells[1:] if c.rule == r.label] for r in RULES
-    }
-    return quality_curve(
-        curves, dense, path, "demo-moe, WikiText-2: the same slots skipped, two ways to rescale the rest"
-    )
+    curves = {rule.label: [(0.0, dense)] for rule in RULES}
+    for cell in cells[1:]:
+        curves[cell.rule].append((cell.realised, cell.perplexity))
+    title = "demo-moe, WikiText-2: the same slots skipped, two ways to rescale the rest"
+    return quality_curve(curves, dense, path, title)

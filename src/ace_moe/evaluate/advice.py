@@ -75,10 +75,8 @@ def words(cells: list[Results], how: str, text: Results) -> str:
     else:
         same = f"{_percent(round(found['agreement']['value'], 3))} of the likeliest tokens are the same"
         said += f"Up to {_percent(found['budget'])} it stays within {NEAR} nats a token, where {same}. "
-    return (
-        said
-        + f"Measured on {text['windows']} windows of {text['name']}: look at a task of your own before you serve it."
-    )
+    measured = f"Measured on {text['windows']} windows of {text['name']}"
+    return f"{said}{measured}: look at a task of your own before you serve it."
 
 
 def _percent(part: float) -> str:

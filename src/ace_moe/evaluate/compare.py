@@ -201,13 +201,9 @@ class Run:
 
 
 def _measured(score: Score) -> Results:
-    interval = perplexity_interval(score)
-    return {
-        "perplexity": score.perplexity,
-        "interval": [interval.low, interval.high],
-        "nll": score.nll,
-        "targets": score.targets,
-    }
+    found = perplexity_interval(score)
+    bounds = {"perplexity": score.perplexity, "interval": [found.low, found.high]}
+    return {**bounds, "nll": score.nll, "targets": score.targets}
 
 
 def _faithful(score: Score) -> Results:

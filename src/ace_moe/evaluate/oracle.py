@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -26,15 +26,11 @@ Seen = dict[str, list[tuple[Tensor, Tensor]]]
 def observed(model: PreTrainedModel) -> Iterator[Seen]:
     """While open, every MoE layer's expert ids and output norms of each pass, both [T, k], by layer key."""
     seen: Seen = defaultdict(list)
-    handles = [
-        model.get_submodule(site.path).register_forward_pre_hook(_hook(seen[site.key]), with_kwargs=True)
-        for site in MoEModel.of(model).sites
-    ]
-    try:
+    with ExitStack() as hooks:
+        for site in MoEModel.of(model).sites:
+            experts = model.get_submodule(site.path)
+            hooks.enter_context(experts.register_forward_pre_hook(_hook(seen[site.key]), with_kwargs=True))
         yield seen
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _hook(found: list[tuple[Tensor, Tensor]]) -> Callable[..., None]:

@@ -53,11 +53,8 @@ def long_rows(text: str) -> str:
 
 
 PROTOCOLS = {
-    p.name: p
-    for p in (
-        Protocol("standard", lambda text: text, bos_everywhere=True, loss_times_length=False),
-        Protocol("released", long_rows, bos_everywhere=False, loss_times_length=True),
-    )
+    "standard": Protocol("standard", lambda text: text, bos_everywhere=True, loss_times_length=False),
+    "released": Protocol("released", long_rows, bos_everywhere=False, loss_times_length=True),
 }
 
 

@@ -153,16 +153,9 @@ def by_quantile(policy: Policy) -> TypeGuard[TokenPolicy]:
 @contextmanager
 def _by_expert(runtime: Runtime) -> Iterator[dict[str, Tensor]]:
     """Routed and executed slots by expert, [2, E + 1] for each layer; they grow inside, without a host sync."""
-    counted: dict[str, Tensor] = {}
-    handles = []
-    for key, layer in runtime.layers.items():
-        counted[key] = torch.zeros(2, layer.mark + 1, dtype=torch.int64, device=layer.counts.device)
-        handles.append(layer.watch(_adder(counted[key], layer.mark)))
-    try:
+    counted = {key: layer.counts.new_zeros(2, layer.mark + 1) for key, layer in runtime.layers.items()}
+    with runtime.observed(lambda key: _adder(counted[key], runtime.layers[key].mark)):
         yield counted
-    finally:
-        for remove in handles:
-            remove()
 
 
 def _adder(counts: Tensor, mark: int) -> Observer:

@@ -44,9 +44,8 @@ class Task:
     stop: tuple[str, ...] = ()
     cap: int = LONG
     runs_code: bool = False
-    hub: Mapping[str, str] = field(
-        default_factory=dict
-    )  # its name in each harness; `dataset`: rows like ours on the hub
+    # its name in each harness; `dataset`: rows like ours on the hub
+    hub: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def metric(self) -> str:
@@ -67,15 +66,8 @@ def _question(row: Row) -> str:
 
 
 def _multiple_choice(name: str, cap: int = SHORT, **hub: str) -> Task:
-    return Task(
-        name,
-        ("query", "choices", "gold"),
-        _question,
-        choices=lambda row: list(row["choices"]),
-        gold=lambda row: int(row["gold"]),
-        cap=cap,
-        hub=hub,
-    )
+    answers: dict[str, Any] = {"choices": lambda row: list(row["choices"]), "gold": lambda row: int(row["gold"])}
+    return Task(name, ("query", "choices", "gold"), _question, **answers, cap=cap, hub=hub)
 
 
 CODE_STOPS = ("\nclass", "\ndef", "\n#", "\nif", "\nprint")
@@ -200,11 +192,8 @@ def read_rows(task: Task, path: Path) -> list[Row]:
 def _check_row(task: Task, row: Row, where: str) -> None:
     """Whether it can be asked and judged, tried now: a harness would find out after the model is loaded."""
     try:
-        texts = [
-            task.ask(row),
-            *(task.choices(row) if task.choices else []),
-            *([task.last_word(row)] if task.last_word else []),
-        ]
+        words = [task.last_word(row)] if task.last_word else []
+        texts = [task.ask(row), *(task.choices(row) if task.choices else words)]
         if not all(isinstance(text, str) for text in texts):
             raise TypeError("a text is none")
         if task.choices and task.gold and not 0 <= task.gold(row) < len(texts) - 1:
@@ -299,12 +288,5 @@ def _cell(results: Results, task: str, skip: float, metric: str, questions: list
     interval = mean_interval(questions)
     dense = find_cell(results, task, 0.0)
     change = asdict(mean_difference(questions, dense["questions"])) if dense and skip else None
-    return {
-        "task": task,
-        "skip": skip,
-        "metric": metric,
-        "value": interval.value,
-        "interval": [interval.low, interval.high],
-        "change": change,
-        "questions": questions,
-    }
+    scored = {"value": interval.value, "interval": [interval.low, interval.high], "change": change}
+    return {"task": task, "skip": skip, "metric": metric, **scored, "questions": questions}

@@ -17,7 +17,6 @@ from typing import Any
 
 from .. import progress
 from ..errors import OptionError, PolicyError
-from ..plan import Workload
 from ..planning import mapping
 from ..planning.mapping import Histogram
 from ..planning.recipe import fit_budgets
@@ -98,19 +97,10 @@ def _workload(
         for budget in todo:
             made = fit_budgets(runs[name], [budget], dense=seen[name])[0]
             carried = [_carry(made.threshold, name, to, run, seen) for to, run in runs.items() if to != name]
-            results["workloads"].append(_own(windows.workload, budget, made.threshold, made.realised))
+            text = {"workload": name, "tokens": windows.workload.tokens, "budget": budget}
+            results["workloads"].append({**text, "threshold": made.threshold, "realised": made.realised})
             results["transfers"] += [row | {"budget": budget} for row in carried]
             save()
-
-
-def _own(workload: Workload, budget: float, threshold: float, realised: float) -> Results:
-    return {
-        "workload": workload.name,
-        "tokens": workload.tokens,
-        "budget": budget,
-        "threshold": threshold,
-        "realised": realised,
-    }
 
 
 def _carry(threshold: float, source: str, to: str, run: Recorder, seen: Mapping[str, Histogram]) -> Results:
@@ -161,11 +151,6 @@ def _timed(
     thresholds = way(run)
     passes, seconds = run.count, time.perf_counter() - start
     realised = [run.outcome(tau).realised for tau in thresholds]  # what was not run is, after the clock stopped
-    return {
-        "way": name,
-        "passes": passes,
-        "seconds": seconds,
-        "budgets": list(wanted),
-        "realised": realised,
-        "worst": max(abs(r - b) for r, b in zip(realised, wanted, strict=True)),
-    }
+    worst = max(abs(r - b) for r, b in zip(realised, wanted, strict=True))
+    found = {"budgets": list(wanted), "realised": realised, "worst": worst}
+    return {"way": name, "passes": passes, "seconds": seconds, **found}

@@ -12,6 +12,14 @@ from ..ace import ACE
 from ..checkpoint import resolve
 from ..errors import IntegrationError, TaskError, brief
 
+# settings of ours among the arguments of a harness's model
+OURS = ("policy", "preset", "gain", "min_active", "min_mass", "workload", "allow_other_weights", "dispatch", "fusion")
+
+
+def load_ace(plan: str, skip: Any, options: dict[str, Any]) -> ACE:
+    """With what the options hold of ours, which is taken out; a wrong plan is refused before a model is loaded."""
+    return ACE.load(plan, skip, **{name: options.pop(name) for name in OURS if name in options})
+
 
 def folder_without_code(model: str | Path) -> str:
     """The checkpoint's folder, for a harness that would run whatever code lies in it."""

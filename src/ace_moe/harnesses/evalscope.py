@@ -16,10 +16,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..ace import ACE
 from ..errors import IntegrationError
 from ..evaluate.tasks import LONG, TASKS, Row, Task, check_source
-from .base import Harness, data_of, folder_without_code
+from .base import Harness, data_of, folder_without_code, load_ace
 
 try:
     from evalscope import TaskConfig, run_task
@@ -35,7 +34,6 @@ except ImportError as error:
         f"EvalScope cannot be used here ({error}). What it needs comes with: pip install 'ace-moe[eval]'"
     ) from error
 
-OURS = ("policy", "preset", "gain", "min_active", "min_mass", "workload", "allow_other_weights", "dispatch", "fusion")
 CHOICE, TEXT = "ace_choice", "ace_text"
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
@@ -44,12 +42,10 @@ class AceAPI(ModelScopeAPI):
     """EvalScope's own transformers model with a plan attached."""
 
     def __init__(self, model_name: str, plan: str, skip: float = 0.0, **options: Any):
-        ours = {name: options.pop(name) for name in OURS if name in options}
-        self.ace = ACE.load(plan, skip, **ours)  # a wrong plan is refused before the model is loaded
+        self.ace = load_ace(plan, skip, options)
         # EvalScope trusts a checkpoint's code; the folder is looked at first, and is the one that is loaded
-        super().__init__(
-            model_name, **{**options, "model_path": folder_without_code(options.get("model_path", model_name))}
-        )
+        folder = folder_without_code(options.pop("model_path", model_name))
+        super().__init__(model_name, model_path=folder, **options)
         self.ace.attach(self.model)
 
 
@@ -142,9 +138,8 @@ class EvalScope(Harness):
 
     def _config(self, name: str, rows: Sequence[Row] | None, limit: int | None, folder: Path) -> TaskConfig:
         task = TASKS.get(name)
-        benchmark, arguments = (
-            self._local(task, rows, folder) if task and rows is not None else self._theirs(name, task)
-        )
+        local = self._local(task, rows, folder) if task and rows is not None else None
+        benchmark, arguments = local or self._theirs(name, task)
         cap = self.cap or (task.cap if task else LONG)
         return TaskConfig(
             model=self.model,

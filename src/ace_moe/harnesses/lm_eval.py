@@ -11,11 +11,10 @@ import difflib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ..ace import ACE
 from ..errors import IntegrationError, TaskError
 from ..evaluate.tasks import TASKS, Row, Task, check_source
 from ..loading import default_device, load_model, load_tokenizer
-from .base import Harness, data_of
+from .base import Harness, data_of, load_ace
 
 try:
     import datasets
@@ -28,8 +27,6 @@ except ImportError as error:
     raise IntegrationError(
         f"lm-eval cannot be used here ({error}). What it needs comes with: pip install 'ace-moe[eval]'"
     ) from error
-
-OURS = ("policy", "preset", "gain", "min_active", "min_mass", "workload", "allow_other_weights", "dispatch", "fusion")
 
 
 @register_model("ace")
@@ -46,10 +43,9 @@ class AceLM(HFLM):
         expand: bool = False,
         **options: Any,
     ):
-        ours = {name: options.pop(name) for name in OURS if name in options}
         phases = {"prefill": skip_prefill, "decode": skip_decode}
         by_phase = {phase: float(value) for phase, value in phases.items() if value is not None}
-        self.ace = ACE.load(plan, by_phase or float(skip), **ours)  # a wrong plan is refused before the model is loaded
+        self.ace = load_ace(plan, by_phase or float(skip), options)
         options = {"device": default_device(), **options}  # lm-eval's own default is a GPU
         super().__init__(**(expanded(pretrained, options) if expand else {"pretrained": pretrained} | options))
         self.ace.attach(self.model)

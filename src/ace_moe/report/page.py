@@ -37,8 +37,7 @@ def write_page(paths: Sequence[Path], output: Path, rival: str | None = None, ti
 
 def is_page(path: Path) -> bool:
     """Whether a file is a page that was made here."""
-    data = path.read_bytes()
-    return MARK.encode() in data
+    return MARK.encode() in path.read_bytes()
 
 
 def page(
@@ -88,9 +87,8 @@ def made_by(results: Results) -> str:
     record = known(results)
     inputs = record["inputs"] if isinstance(record["inputs"], dict) else {}
     of = ", ".join(f"{name} {digest[:12]}" for name, digest in inputs.items())
-    what = (
-        f"{' '.join(record['command'].split()[:2])}: ace-moe {record['version']}, commit {str(record['commit'])[:12]}"
-    )
+    name = " ".join(record["command"].split()[:2])
+    what = f"{name}: ace-moe {record['version']}, commit {str(record['commit'])[:12]}"
     changed = " with changes" if record["changed"] is True else ""
     return f"{what}{changed}, {record['device']}, {record['date']}{f'; sha256 of {of}' if of else ''}."
 
@@ -104,9 +102,8 @@ def default_rival(results: Results) -> str:
 
 def without_windows(results: Results) -> Results:
     """Losses by window are for statistics; the page has their outcome."""
-    cells = [
-        {k: v for k, v in cell.items() if k not in ("nll", "targets", "kl_by_window")} for cell in results["cells"]
-    ]
+    left_out = ("nll", "targets", "kl_by_window")
+    cells = [{k: v for k, v in cell.items() if k not in left_out} for cell in results["cells"]]
     return {**results, "cells": cells, "dense": {k: v for k, v in results["dense"].items() if k != "nll"}}
 
 

@@ -132,17 +132,17 @@ def _plan(setup: Setup) -> Step:
 
 def _compare(setup: Setup, table: str, methods: Sequence[str], budgets: Sequence[float]) -> Step:
     """Without correction: the paper maps with one pass and reports what it realised."""
-    argv: tuple[str, ...] = (
-        "compare",
-        setup.model,
-        "--text",
-        str(setup.text),
-        "--methods",
-        ",".join(methods),
+    argv: tuple[str, ...] = ("compare", setup.model, "--text", str(setup.text), "--methods", ",".join(methods))
+    argv += (
         "--gains",
         "cited",
+        "--budgets",
+        _listed(budgets),
+        "--plan",
+        setup.at(PLAN),
+        "--no-correct",
+        *setup.sizes(),
     )
-    argv += ("--budgets", _listed(budgets), "--plan", setup.at(PLAN), "--no-correct", *setup.sizes())
     asked = {(method, budget) for method in methods for budget in budgets}
     return Step(
         f"{table}: perplexity", (*argv, "-o", setup.at("compare.json")), "compare.json", 1 + 2 * len(asked),
@@ -159,26 +159,21 @@ def _accuracy(setup: Setup, table: str, method: str, budgets: Sequence[float]) -
     """Thresholds of the method into the plan, then the tasks. The paper maps on each task's own prompts, this on the text."""
     policy = ("--preset", "paper") if method == "paper" else ("--policy", method)
     lacks = _lacking(setup)
-    argv = ("budget", setup.model, "--plan", setup.at(PLAN), "--text", str(setup.text), "--budgets", _listed(budgets))
+    argv: tuple[str, ...] = ("budget", setup.model, "--plan", setup.at(PLAN), "--text", str(setup.text))
+    argv += ("--budgets", _listed(budgets))
     file = f"eval_{method.replace(':', '_').replace('=', '_')}.json"
-    mapped = Step(
-        f"{table}: thresholds of {method}",
-        (*argv, *policy, "--no-correct", "--no-fidelity", *setup.sizes()),
-        PLAN,
-        1,
-        lacks=lacks,
-    )
-    asked: tuple[str, ...] = (
-        "eval",
-        setup.model,
-        "--plan",
-        setup.at(PLAN),
-        "--tasks",
-        setup.tasks,
+    argv += (*policy, "--no-correct", "--no-fidelity", *setup.sizes())
+    mapped = Step(f"{table}: thresholds of {method}", argv, PLAN, 1, lacks=lacks)
+    asked: tuple[str, ...] = ("eval", setup.model, "--plan", setup.at(PLAN), "--tasks", setup.tasks)
+    asked += (
         "--skip",
         f"0,{_listed(budgets)}",
+        *policy,
+        "--harness",
+        setup.harness,
+        *setup.on(),
+        *(("--data", str(setup.data)) if setup.data else ()),
     )
-    asked += (*policy, "--harness", setup.harness, *setup.on(), *(("--data", str(setup.data)) if setup.data else ()))
     asked += (*(("--limit", str(setup.limit)) if setup.limit else ()), *(("--run-code",) if setup.run_code else ()))
     needs = "" if setup.data else "hub"
     return [mapped, Step(f"{table}: accuracy of {method}", (*asked, "-o", setup.at(file)), file, 0, needs, lacks)]

@@ -69,10 +69,8 @@ def _no_plan(name: str, revision: str | None, error: Exception) -> str:
     if isinstance(error, RevisionNotFoundError):
         return f"{name} has no revision {revision!r}. Name a branch, a tag or a commit of it, or none."
     if isinstance(error, RepositoryNotFoundError):
-        where = (
-            f"There is no file {name} here, and no repository of that name on the hub that you may read. Check the name"
-        )
-        return f"{where}, {LOG_IN} for private ones, or make a plan with `ace tables MODEL`."
+        where = f"There is no file {name} here, and no repository of that name on the hub that you may read."
+        return f"{where} Check the name, {LOG_IN} for private ones, or make a plan with `ace tables MODEL`."
     if isinstance(error, EntryNotFoundError) and not isinstance(error, LocalEntryNotFoundError):
         return f"{name} has no {FILE}: nobody pushed a plan there. If it is a model, `ace tables {name}` makes one."
     return f"{name} is no file here and could not be fetched from the hub ({brief(error)}). Check the network and try again."
@@ -109,9 +107,8 @@ def push(plan: Plan, name: str, base_model: str | None = None, private: bool = F
     try:
         HfApi().create_repo(name, private=private, exist_ok=True)
         added = [CommitOperationAdd(path, data) for path, data in files.items()]
-        return str(
-            HfApi().create_commit(name, added, commit_message=f"Plan of {plain(plan.model) or 'a model'}").commit_url
-        )
+        said = f"Plan of {plain(plan.model) or 'a model'}"
+        return str(HfApi().create_commit(name, added, commit_message=said).commit_url)
     except Exception as error:
         raise _not_pushed(name, error) from error
 

@@ -25,12 +25,8 @@ def load_returned(path: str | Path) -> Trace:
         with np.load(path, allow_pickle=False) as file:
             found = [np.asarray(file[name]) for name in file.files]
         whole = np.concatenate(found)
-        if (
-            whole.ndim != 3
-            or whole.dtype.kind not in "iu"
-            or not whole.size
-            or not 0 <= whole.min() <= whole.max() < 1 << 15
-        ):
+        numbers = whole.ndim == 3 and whole.dtype.kind in "iu" and whole.size
+        if not numbers or not 0 <= whole.min() <= whole.max() < 1 << 15:
             raise ValueError(f"{whole.dtype} of shape {whole.shape} where experts [tokens, layers, slots] should be")
     except (OSError, ValueError, KeyError, EOFError) as error:
         raise TraceError(

@@ -101,12 +101,7 @@ class Simulation:
         keep = rule.kept(self.protected[key][steps], threshold).flatten(1)
         read, asked = _unions(ids, keep, experts), _unions(ids, torch.ones_like(keep), experts)
         restored = keep | read.gather(1, ids)
-        parts = [
-            keep.double().mean(),
-            restored.double().mean(),
-            asked.sum(1).double().mean(),
-            read.sum(1).double().mean(),
-        ]
+        parts = [part.double().mean() for part in (keep, restored, asked.sum(1), read.sum(1))]
         return torch.stack(parts), None if ranks is None else _by_rank(ids, keep, read, experts, ranks)
 
 
