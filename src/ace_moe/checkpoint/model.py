@@ -77,6 +77,14 @@ def load_config(folder: Path, gguf: Path | None = None) -> PretrainedConfig:
         ) from error
 
 
+def located(model: str | Path) -> tuple[Path, Path | None, PretrainedConfig]:
+    """A checkpoint's folder, the GGUF file in it if it is one, and its configuration."""
+    path = resolve(model)
+    gguf = gguf_of(path)
+    folder = path if gguf is None else gguf.parent
+    return folder, gguf, load_config(folder, gguf)
+
+
 def _twin(folder: Path, config: PretrainedConfig) -> PreTrainedModel:
     try:
         return hollow_twin(config)
@@ -109,10 +117,8 @@ class MoEModel:
         if repository is not None:
             twin = _twin(repository.folder, load_config(repository.folder))
             return cls(repository.name.rpartition("/")[2], twin, StreamedSource(repository, twin))
-        path = resolve(model)
-        gguf = gguf_of(path)
-        folder = path if gguf is None else gguf.parent
-        twin = _twin(folder, load_config(folder, gguf))
+        folder, gguf, config = located(model)
+        twin = _twin(folder, config)
         if gguf is None:
             return cls(called(folder), twin, CheckpointSource(folder, twin))
         shapes = {name: tensor.shape for name, tensor in twin.state_dict().items()}
