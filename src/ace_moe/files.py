@@ -99,8 +99,9 @@ def replace_whole(path: Path, data: bytes, private: bool = False) -> None:
     """
     path = Path(os.path.realpath(path))
     with locked(path.parent) as alone:
-        if alone:
-            _sweep(path)
+        if alone:  # what killed writers of this file left: nobody is at work on it
+            for left in path.parent.glob(f".{glob.escape(path.name)}.*{UNFINISHED}"):
+                left.unlink(missing_ok=True)
         replace_here(path, data, private)
 
 
@@ -118,12 +119,6 @@ def replace_here(path: Path, data: bytes, private: bool = False) -> None:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-
-
-def _sweep(path: Path) -> None:
-    """What killed writers of this file left: in a locked folder nobody is at work on it."""
-    for left in path.parent.glob(f".{glob.escape(path.name)}.*{UNFINISHED}"):
-        left.unlink(missing_ok=True)
 
 
 def write_whole(path: str | Path, data: bytes, what: str, private: bool = False) -> Path:

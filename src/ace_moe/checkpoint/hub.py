@@ -134,15 +134,14 @@ class StreamedSource(CheckpointSource):
             return
         self.held = Held({})
         tensors: dict[str, Tensor] = {}
-        for shard in self._in_order({self.shard_of[key] for key in keys}):
+        held = (
+            self.repository.held
+        )  # what is on disk already comes first: the last one is the likeliest to be asked for next
+        shards = {self.shard_of[key] for key in keys}
+        for shard in sorted(shards, key=lambda s: (held is None or held.name != Path(s).name, s)):
             with safe_open(self.repository.fetch(shard), "pt") as file:
                 tensors |= {key: file.get_tensor(key) for key in keys if self.shard_of[key] == shard}
         self.held = Held(tensors)
-
-    def _in_order(self, shards: set[str]) -> list[str]:
-        """What is on disk already comes first, then by name: the last one is the likeliest to be asked for next."""
-        held = self.repository.held
-        return sorted(shards, key=lambda shard: (held is None or held.name != Path(shard).name, shard))
 
     def _keys(self, names: Iterable[str]) -> set[str]:
         recipes = (self.recipes.get(name) or self._sibling(name) for name in names)

@@ -27,9 +27,9 @@ from transformers.core_model_loading import (
 )
 
 from ..errors import CheckpointError, brief
-from .formats import Get, Header, Stored, facts_of, strays, understand
+from .formats import Get, Header, facts_of, strays, understand
 from .records import Site, Stack
-from .shards import Part, Rows, Shards, open_shard, read_headers, stacked_rows
+from .shards import Rows, Shards, open_shard, read_headers, stacked_rows
 
 Recipe = list[tuple[str, str | None]]  # (name on disk, converter pattern or None) that make one parameter
 Parts = Callable[[int], list[str]]  # expert → names on disk of the matrices that lie above each other in its matrix
@@ -237,11 +237,9 @@ class CheckpointSource:
         if self._turns(name) or any(s.format != "plain" for s in stored):
             whole = self._expert(shards.slice, name, parts, expert)
             return whole[wanted.start : wanted.stop : wanted.step]
-        return stacked_rows([self._row_part(shards, s, expert) for s in stored], tuple(self.shapes[name][1:]), wanted)
-
-    def _row_part(self, shards: Shards, stored: Stored, expert: int) -> Part:
-        key = stored.keys[0]
-        return shards.slice(key), self.headers[key].shape, () if stored.experts is None else (expert,)
+        keys = [(s.keys[0], () if s.experts is None else (expert,)) for s in stored]
+        pieces = [(shards.slice(key), self.headers[key].shape, index) for key, index in keys]
+        return stacked_rows(pieces, tuple(self.shapes[name][1:]), wanted)
 
 
 def locate(folder: Path) -> dict[str, Path]:
@@ -255,7 +253,11 @@ def locate(folder: Path) -> dict[str, Path]:
             f"{folder} holds no .safetensors file. ACE reads safetensors checkpoints; convert others with "
             "`model.save_pretrained(folder)`, which never needs pickle again."
         )
-    return {key: shard for shard in shards for key in keys_of(shard)}
+    found: dict[str, Path] = {}
+    for shard in shards:
+        with open_shard(shard) as handle:
+            found |= dict.fromkeys(handle.keys(), shard)
+    return found
 
 
 def _from_index(folder: Path, index: Path) -> dict[str, Path]:
@@ -283,8 +285,3 @@ def _from_index(folder: Path, index: Path) -> dict[str, Path]:
 def _leaves(file: str) -> bool:
     """Whether a shard's name leads out of the folder its index lies in."""
     return os.path.isabs(file) or os.path.normpath(file).split(os.sep)[0] == os.pardir
-
-
-def keys_of(shard: Path) -> list[str]:
-    with open_shard(shard) as handle:
-        return list(handle.keys())

@@ -90,14 +90,12 @@ class Writer:
         if self.forced:
             return self.forced.popleft()
         self.length += 1
-        if not self.turns.between or not self._ended(choice):
+        ended = choice in self.turns.ends or (self.asks and self.length > LONGEST_TURN)
+        if not self.turns.between or not ended:
             return choice
         self.forced.extend(self.turns.between if self.asks else [choice, *self.turns.before])
         self.asks, self.length = not self.asks, 0
         return self.forced.popleft()
-
-    def _ended(self, choice: int) -> bool:
-        return choice in self.turns.ends or (self.asks and self.length > LONGEST_TURN)
 
 
 def text_for(

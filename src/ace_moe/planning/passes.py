@@ -89,7 +89,12 @@ class Passes:
             self.results[threshold] = self.run(self.model, self.windows, self.batch)
             return Counted(self.runtime.realised)
         seen = Histogram()
-        with self.runtime.observed(lambda key: _into(seen)):
+
+        def observer(routing: Routing, protected: Tensor | None, decision: Decision) -> None:
+            assert protected is not None
+            seen.add(protected, routing.token_mask)
+
+        with self.runtime.observed(lambda key: observer):
             self.results[threshold] = self.run(self.model, self.windows, self.batch)
         return seen
 
@@ -102,14 +107,6 @@ class Passes:
             read = partial(read_through, self.model, part, self.batch)
             self._statistics[threshold] = statistics(self.runtime, threshold, read)
         return self._statistics[threshold]
-
-
-def _into(seen: Histogram) -> Observer:
-    def observer(routing: Routing, protected: Tensor | None, decision: Decision) -> None:
-        assert protected is not None
-        seen.add(protected, routing.token_mask)
-
-    return observer
 
 
 class Counted(Histogram):
