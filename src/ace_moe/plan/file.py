@@ -30,6 +30,7 @@ EMPTY: dict[str, Any] = {"calibrations": {}, "shapes": {}, "guarded": {}, "curve
 KINDS: Kinds = {"undefined": dict, "other_weights": list, "thresholds": list, "model": str}
 TENSOR = re.compile(r"layers\.(?P<key>.+)\.(?P<table>[a-z_][a-z0-9_]*)")
 CURVE = re.compile(r"curves\.\d+")
+MOST_POINTS = 1 << 16  # of a curve
 NO_PLAN = "It is truncated or no plan; build it again with `ace tables`."
 DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32"}
 Names = dict[str, dict[str, str]]  # layer → table → name of its tensor
@@ -212,7 +213,9 @@ def _check_curves(handle: safe_open, tensors: set[str], listed: list[dict[str, A
             f"tensor {odd} and the list of curves disagree. The file was edited or cut; build it again with `ace tables`."
         )
     for tensor in tensors:
-        curves.check_shape(tensor, *_said(handle, tensor))
+        dtype, shape = _said(handle, tensor)
+        if dtype != "float32" or len(shape) != 2 or shape[0] != 2 or not 2 <= shape[1] <= MOST_POINTS:
+            raise PlanError(f"{tensor} is {dtype} {list(shape)}, not float32 [2, points]. Map again with `ace budget`.")
 
 
 def _by_layer(tensors: Iterable[str]) -> Names:
