@@ -114,19 +114,18 @@ def map_budgets(
                 save(plan)
                 task.advance()
     if judged:
-        plan = _judged(model, plan, policy, windows, [fits[b] for b in wanted], batch)
+        plan = _judged(passes, plan, [fits[b] for b in wanted])
     return Mapped(plan, [fits[b] for b in wanted], passes)
 
 
-def _judged(
-    model: PreTrainedModel, plan: Plan, policy: Policy, windows: Windows, fits: Sequence[Fit], batch: int
-) -> Plan:
+def _judged(passes: Passes, plan: Plan, fits: Sequence[Fit]) -> Plan:
     """The entries with what their thresholds do to the model's predictions, where that is not known yet."""
+    model, policy, windows = passes.model, passes.policy, passes.windows
     known = {t.budget for t in plan.thresholds if t.fidelity and _of(t, policy, windows)}
     todo = [fit for fit in fits if fit.budget not in known]
     if not todo or not predicts(model):
         return plan
-    found = judge(model, plan, policy, windows, [fit.threshold for fit in todo], batch)
+    found = judge(model, plan, policy, windows, [fit.threshold for fit in todo], passes.batch)
     made = [replace(t, fidelity=f) for t, f in zip(entries(todo, policy, windows), found, strict=True)]
     return plan.with_thresholds(made)
 
