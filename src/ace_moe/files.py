@@ -8,7 +8,7 @@ import os
 import stat
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from .errors import OutputError, brief
@@ -49,12 +49,10 @@ def irregular(folder: Path) -> list[str]:
     """
     found = []
     for entry in os.scandir(folder):
-        try:
+        with suppress(OSError):
             mode = entry.stat().st_mode
-        except OSError:
-            continue
-        if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
-            found.append(entry.name)
+            if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+                found.append(entry.name)
     return sorted(found)
 
 

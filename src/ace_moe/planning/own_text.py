@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -109,10 +110,8 @@ def text_for(
     """Windows of the text, or of the model's own where none is given; `source` is where the tokenizer comes from."""
     if text is not None:
         return load_windows(model, tokenizer or load_tokenizer(source), text, window, tokens)
-    try:
+    with suppress(TextError):  # it is asked for a chat template alone
         tokenizer = tokenizer or load_tokenizer(source)
-    except TextError:  # it is asked for a chat template alone
-        tokenizer = None
     return own_windows(model, tokenizer)
 
 
