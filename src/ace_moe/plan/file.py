@@ -143,7 +143,7 @@ def _fields(text: str) -> dict[str, Any]:
         "undefined": ace["undefined"],
         "thresholds": tuple(Threshold.from_json(t) for t in ace["thresholds"]),
         "other_weights": tuple(ace["other_weights"]),
-        "calibrations": ace["calibrations"],
+        "calibrations": dict(ace["calibrations"]),
         "shapes": {name: tuple(dims) for name, dims in check_declared(ace["shapes"]).items()},
         "guarded": {name: tuple(layers) for name, layers in ace["guarded"].items()},
         "recommendation": _recommendation(ace.get("recommendation")),
