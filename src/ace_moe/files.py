@@ -8,7 +8,7 @@ import os
 import stat
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from .errors import OutputError, brief
@@ -49,12 +49,10 @@ def irregular(folder: Path) -> list[str]:
     """
     found = []
     for entry in os.scandir(folder):
-        try:
+        with suppress(OSError):
             mode = entry.stat().st_mode
-        except OSError:
-            continue
-        if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
-            found.append(entry.name)
+            if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+                found.append(entry.name)
     return sorted(found)
 
 
@@ -99,8 +97,9 @@ def replace_whole(path: Path, data: bytes, private: bool = False) -> None:
     """
     path = Path(os.path.realpath(path))
     with locked(path.parent) as alone:
-        if alone:
-            _sweep(path)
+        if alone:  # what killed writers of this file left: nobody is at work on it
+            for left in path.parent.glob(f".{glob.escape(path.name)}.*{UNFINISHED}"):
+                left.unlink(missing_ok=True)
         replace_here(path, data, private)
 
 
@@ -118,12 +117,6 @@ def replace_here(path: Path, data: bytes, private: bool = False) -> None:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-
-
-def _sweep(path: Path) -> None:
-    """What killed writers of this file left: in a locked folder nobody is at work on it."""
-    for left in path.parent.glob(f".{glob.escape(path.name)}.*{UNFINISHED}"):
-        left.unlink(missing_ok=True)
 
 
 def write_whole(path: str | Path, data: bytes, what: str, private: bool = False) -> Path:

@@ -14,8 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from .checkpoint import resolve
 from .checkpoint.expansion import check_loaded, expand_model, is_packed
-from .checkpoint.gguf import gguf_of
-from .checkpoint.model import load_config
+from .checkpoint.model import located
 from .checkpoint.structure import model_class
 from .errors import AceError, CheckpointError, DeviceError, OptionError, TextError, brief
 from .text import Text, Windows, cut
@@ -39,10 +38,7 @@ def load_model(
     check_device(device)
     if torch.device(device).type == "cpu":
         share_cores()
-    path = resolve(model)
-    gguf = gguf_of(path)
-    folder = path if gguf is None else gguf.parent
-    config = load_config(folder, gguf)
+    folder, gguf, config = located(model)
     packed = gguf is None and is_packed(folder)  # a missing shard is reported before gigabytes are read
     hint = " Or decode it with --expand (expand=True), which needs no other library." if packed and not expand else ""
     causal = type(config) in AutoModelForCausalLM._model_mapping

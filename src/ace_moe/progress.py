@@ -47,14 +47,8 @@ class Task:
         while above is not None:
             names.append(_count(above))
             above = above.parent
-        left = self.left(now)
-        return (
-            ", ".join(reversed(names)) + f": {_amount(self)}" + (f", {_clock(left)} left" if left is not None else "")
-        )
-
-
-def _amount(task: Task) -> str:
-    return f"{task.done}" if task.total is None else f"{task.done} of {task.total}"
+        amount, left = f"{self.done}" if self.total is None else f"{self.done} of {self.total}", self.left(now)
+        return ", ".join(reversed(names)) + f": {amount}" + (f", {_clock(left)} left" if left is not None else "")
 
 
 def _count(task: Task) -> str:

@@ -9,6 +9,7 @@ import platform
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -60,10 +61,8 @@ def device_name(device: object) -> str:
 def _libraries() -> dict[str, str]:
     found = {}
     for name in LIBRARIES:
-        try:
+        with suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return found
 
 
@@ -107,9 +106,7 @@ def _earlier(results: Mapping[str, Any]) -> Record:
 
 def differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> str | None:
     """Which versions two records differ in, in words."""
-    flat = [
-        {"version": r.get("version"), "commit": r.get("commit"), **(r.get("libraries") or {})} for r in (one, other)
-    ]
+    flat = ({**{n: r.get(n) for n in ("version", "commit")}, **(r.get("libraries") or {})} for r in (one, other))
     then, now = ({name: value or UNKNOWN for name, value in versions.items()} for versions in flat)
     names = [name for name in now if then.get(name, UNKNOWN) != now[name]]
     return ", ".join(f"{name} {then.get(name, UNKNOWN)} then and {now[name]} now" for name in names) or None

@@ -12,7 +12,7 @@ from plan_cases import edited, plan_of
 from safetensors.torch import save_file
 
 from ace_moe.errors import PlanError
-from ace_moe.plan import Plan, file, metadata
+from ace_moe.plan import Plan, file
 
 
 class Closed:
@@ -78,8 +78,8 @@ def test_much_metadata_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     path = edited(plan_of(), tmp_path / "p.safetensors", lambda meta: meta.update(notes="x" * 100_000))
     length = int.from_bytes(path.read_bytes()[:8], "little")
     assert len(json.dumps(Plan.load(path).unread)) > 100_000
-    monkeypatch.setattr(metadata, "MOST_BYTES", length)
+    monkeypatch.setattr(file, "MOST_BYTES", length)
     Plan.load(path)
-    monkeypatch.setattr(metadata, "MOST_BYTES", length - 1)
+    monkeypatch.setattr(file, "MOST_BYTES", length - 1)
     with pytest.raises(PlanError, match="of metadata"):
         Plan.load(path)

@@ -39,7 +39,9 @@ def expand_model(folder: Path, config: PretrainedConfig, dtype: str) -> tuple[Pr
     cls = causal[type(config)] if type(config) in causal else model_class(config)
     source = CheckpointSource(folder, hollow_twin(config, cls))
     source.check_all()
-    _unquantised(config)
+    for part in (config, config.get_text_config()):  # nothing in the model that is made is quantised any more
+        if hasattr(part, "quantization_config"):
+            del part.quantization_config
     with Shards(source.files) as shards:
         state = {name: Decoded(stored, shards) for name, stored in source.stored.items()}
         precision = config.dtype or torch.bfloat16 if dtype == "auto" else dtype
@@ -50,13 +52,6 @@ def expand_model(folder: Path, config: PretrainedConfig, dtype: str) -> tuple[Pr
     if model.can_generate() and (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)
     return model, report
-
-
-def _unquantised(config: PretrainedConfig) -> None:
-    """The configuration of the model that is made: nothing in it is quantised any more."""
-    for part in (config, config.get_text_config()):
-        if hasattr(part, "quantization_config"):
-            del part.quantization_config
 
 
 def is_packed(folder: Path) -> bool:

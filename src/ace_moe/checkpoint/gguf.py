@@ -96,7 +96,9 @@ class GgufSource:
         made = [_decoded(self.tensors[k], self.tensors[k].data) for k in self._keys(site, short)]
         whole = self._joined(site, made, -1) if short.startswith("experts.") else made[0]
         if short == "norm.weight":
-            whole = whole - _offset(site, whole)
+            assert site.norm is not None  # whose own module may add something to its weight
+            added = measure.norm_scale(site.norm, {"weight": torch.zeros_like(whole)}, whole.numel())
+            whole = whole if added is None else whole - added
         same = whole.numel() == self.shapes[name].numel()
         return self._shaped(name, whole.reshape(self.shapes[name]) if same else whole)
 
@@ -144,13 +146,6 @@ class GgufSource:
 
     def rows(self) -> AbstractContextManager[Rows]:
         return nullcontext(lambda name, expert, wanted: self._expert(name, expert)[list(wanted)])
-
-
-def _offset(site: Site, like: Tensor) -> Tensor | float:
-    """What the norm's own module adds to its weight."""
-    assert site.norm is not None
-    found = measure.norm_scale(site.norm, {"weight": torch.zeros_like(like)}, like.numel())
-    return 0.0 if found is None else found
 
 
 def _decoded(tensor: Any, data: Any) -> Tensor:

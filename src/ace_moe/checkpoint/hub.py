@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -43,15 +43,10 @@ class Repository:
             if file.endswith(SMALL) and "/" not in file:
                 self._download(file)
 
-    def headers(self) -> tuple[dict[str, tuple[str, Header]], dict[str, str]]:
-        """Every tensor's shard, dtype and shape, from the first bytes of each shard."""
-        found: dict[str, tuple[str, Header]] = {}
-        metadata: dict[str, str] = {}
+    def headers(self) -> Iterator[tuple[str, Any]]:
+        """Each shard with what its first bytes say: metadata, and every tensor's dtype and shape."""
         for shard in self.shards:
-            said = self._asked(shard, HfApi().parse_safetensors_file_metadata)
-            metadata |= said.metadata
-            found |= {key: (shard, Header(t.dtype, tuple(t.shape))) for key, t in said.tensors.items()}
-        return found, metadata
+            yield shard, self._asked(shard, HfApi().parse_safetensors_file_metadata)
 
     def fetch(self, shard: str) -> Path:
         """The shard on disk, whole and of this commit; the one before it is gone."""
@@ -120,9 +115,12 @@ class StreamedSource(CheckpointSource):
         super().__init__(repository.folder, twin)
 
     def _headers(self) -> tuple[dict[str, Header], dict[str, str]]:
-        found, metadata = self.repository.headers()
-        self.shard_of = {key: shard for key, (shard, _) in found.items()}
-        return {key: header for key, (_, header) in found.items()}, metadata
+        self.shard_of, headers, metadata = dict[str, str](), dict[str, Header](), dict[str, str]()
+        for shard, said in self.repository.headers():
+            self.shard_of |= dict.fromkeys(said.tensors, shard)
+            headers |= {key: Header(t.dtype, tuple(t.shape)) for key, t in said.tensors.items()}
+            metadata |= said.metadata
+        return headers, metadata
 
     def _open(self) -> Shards:
         return self.held
@@ -134,15 +132,14 @@ class StreamedSource(CheckpointSource):
             return
         self.held = Held({})
         tensors: dict[str, Tensor] = {}
-        for shard in self._in_order({self.shard_of[key] for key in keys}):
+        held = (
+            self.repository.held
+        )  # what is on disk already comes first: the last one is the likeliest to be asked for next
+        shards = {self.shard_of[key] for key in keys}
+        for shard in sorted(shards, key=lambda s: (held is None or held.name != Path(s).name, s)):
             with safe_open(self.repository.fetch(shard), "pt") as file:
                 tensors |= {key: file.get_tensor(key) for key in keys if self.shard_of[key] == shard}
         self.held = Held(tensors)
-
-    def _in_order(self, shards: set[str]) -> list[str]:
-        """What is on disk already comes first, then by name: the last one is the likeliest to be asked for next."""
-        held = self.repository.held
-        return sorted(shards, key=lambda shard: (held is None or held.name != Path(shard).name, shard))
 
     def _keys(self, names: Iterable[str]) -> set[str]:
         recipes = (self.recipes.get(name) or self._sibling(name) for name in names)

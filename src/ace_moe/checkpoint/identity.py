@@ -76,9 +76,10 @@ def _sample(site: Site, rows: Rows) -> Sample | None:
     for expert in _sampled(site):
         taken = []
         for name, shape in sorted(matrices.items()):
-            values = _taken(rows(f"{site.path}.{name}", expert, _spread(shape[1])))
-            if values is None:
+            found = rows(f"{site.path}.{name}", expert, _spread(shape[1]))
+            if found is None or found.dtype not in PLAIN:  # packed or scaled: its numbers are not the weights
                 return None
+            values = _coarse(_halved(found))  # comparable between precisions
             digest.update(f"{name}:{expert}:".encode() + _bytes(values))
             taken.append(values.double().flatten())
         sizes.append(torch.cat(taken).square().mean().sqrt().item())
@@ -87,11 +88,6 @@ def _sample(site: Site, rows: Rows) -> Sample | None:
 
 def _spread(rows: int) -> range:
     return range(0, rows, max(1, rows // SAMPLED))[:SAMPLED]
-
-
-def _taken(values: Tensor | None) -> Tensor | None:
-    """Comparable between precisions; None for packed or scaled formats, whose numbers are not the weights."""
-    return _coarse(_halved(values)) if values is not None and values.dtype in PLAIN else None
 
 
 def _halved(tensor: Tensor) -> Tensor:

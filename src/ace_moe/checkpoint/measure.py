@@ -23,11 +23,14 @@ def probe(d: int, seed: int) -> Tensor:
 
 
 def diagonal(f: Callable[[Tensor], Tensor], d: int) -> Tensor | None:
-    """s [d] with f(x) = s ∘ x + c on normalised x, or None if f is no such map."""
+    """s [d] with f(x) = s ∘ x + c on normalised x, or None if f is no such map; the caller reports it by name."""
     if d < 2:
         return None
     xs = [probe(d, seed) for seed in (0, 1)]
-    scales = [(f(x[None]) - f(-x[None])).reshape(-1) / (2 * x) for x in xs]
+    try:
+        scales = [(f(x[None]) - f(-x[None])).reshape(-1) / (2 * x) for x in xs]
+    except Exception:  # a module that is no norm may want other inputs
+        return None
     if any(s.shape != (d,) or not s.isfinite().all() for s in scales):
         return None
     miss = (scales[0] - scales[1]).abs().max()
@@ -36,10 +39,7 @@ def diagonal(f: Callable[[Tensor], Tensor], d: int) -> Tensor | None:
 
 def norm_scale(norm: nn.Module, weights: dict[str, Tensor], d: int) -> Tensor | None:
     """Effective scale [d] of a norm (1 + w where it is zero-centred), or None if it is not a diagonal map."""
-    try:
-        return diagonal(lambda x: functional_call(norm, weights, (x,)), d)
-    except Exception:  # a producer that is no norm may want other inputs; the caller reports it by name
-        return None
+    return diagonal(lambda x: functional_call(norm, weights, (x,)), d)
 
 
 def input_scale(router: nn.Module, weights: dict[str, Tensor], linear: str, d: int) -> Tensor | None:
@@ -51,7 +51,4 @@ def input_scale(router: nn.Module, weights: dict[str, Tensor], linear: str, d: i
         return seen.pop()
 
     with router.get_submodule(linear).register_forward_pre_hook(lambda _, args: seen.append(args[0])):
-        try:
-            return diagonal(f, d)
-        except Exception:
-            return None
+        return diagonal(f, d)

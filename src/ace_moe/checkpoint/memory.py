@@ -106,4 +106,4 @@ class ModelSource:
         found = self.tensors.get(name)
         if found is None or found.is_meta or found.dim() != 3:
             return None
-        return self._stored(name).expert(self._tensor, expert)[wanted.start : wanted.stop : wanted.step]
+        return self._stored(name).expert(self._tensor, expert)[list(wanted)]

@@ -41,7 +41,11 @@ def resolve(model: str | Path) -> Path:
     if os.path.isfile(path) and path.suffix == ".gguf":
         return path
     if os.path.isdir(path):  # unlike Path's, these take a name the file system refuses for one that is not there
-        _refuse_irregular(path)
+        if found := irregular(path):  # safetensors would wait on a pipe for ever, deaf to Ctrl-C
+            raise CheckpointError(
+                f"{path} holds {found[0]}, which is neither a file nor a folder (a pipe or a device). Remove it, or download "
+                "the checkpoint again."
+            )
         return path
     if os.path.exists(path) or str(model).count("/") != 1 or str(model).startswith((".", "/", "~")):
         raise CheckpointError(f"{model} is not a checkpoint folder. Give a folder with config.json, or owner/name.")
@@ -52,16 +56,6 @@ def resolve(model: str | Path) -> Path:
             f"{model} is no folder here and could not be fetched from the hub ({type(error).__name__}). "
             "Check the name and the network, log in for gated models, or give the path of a downloaded folder."
         ) from error
-
-
-def _refuse_irregular(folder: Path) -> None:
-    """Before anything in the folder is opened: safetensors would wait on a pipe for ever, deaf to Ctrl-C."""
-    found = irregular(folder)
-    if found:
-        raise CheckpointError(
-            f"{folder} holds {found[0]}, which is neither a file nor a folder (a pipe or a device). Remove it, or download "
-            "the checkpoint again."
-        )
 
 
 def load_config(folder: Path, gguf: Path | None = None) -> PretrainedConfig:
@@ -75,6 +69,14 @@ def load_config(folder: Path, gguf: Path | None = None) -> PretrainedConfig:
             f"{folder} has no usable config.json ({brief(error)}). The folder must be a transformers "
             "checkpoint of an architecture this release knows; code from the checkpoint is not run."
         ) from error
+
+
+def located(model: str | Path) -> tuple[Path, Path | None, PretrainedConfig]:
+    """A checkpoint's folder, the GGUF file in it if it is one, and its configuration."""
+    path = resolve(model)
+    gguf = gguf_of(path)
+    folder = path if gguf is None else gguf.parent
+    return folder, gguf, load_config(folder, gguf)
 
 
 def _twin(folder: Path, config: PretrainedConfig) -> PreTrainedModel:
@@ -109,10 +111,8 @@ class MoEModel:
         if repository is not None:
             twin = _twin(repository.folder, load_config(repository.folder))
             return cls(repository.name.rpartition("/")[2], twin, StreamedSource(repository, twin))
-        path = resolve(model)
-        gguf = gguf_of(path)
-        folder = path if gguf is None else gguf.parent
-        twin = _twin(folder, load_config(folder, gguf))
+        folder, gguf, config = located(model)
+        twin = _twin(folder, config)
         if gguf is None:
             return cls(called(folder), twin, CheckpointSource(folder, twin))
         shapes = {name: tensor.shape for name, tensor in twin.state_dict().items()}
@@ -151,8 +151,11 @@ class MoEModel:
             self.source.prepare(site)
         read = self.source.read([name for name in names if name not in stacks])
         for name, tensor in read.items():  # the tables notice bad experts; a bad norm would look like no norm
-            if not names[name].startswith("experts."):
-                _check_finite(site, name, tensor)
+            if not names[name].startswith("experts.") and not tensor.float().isfinite().all():
+                raise CheckpointError(
+                    f"Layer {site.key}: {name} has NaN or infinite values. The checkpoint is damaged or was saved after a "
+                    "diverged training step; download it again."
+                )
         experts = {name: self.source.stack(name) for name in stacks}
         return assemble(site, {names[name]: tensor for name, tensor in {**read, **experts}.items()})
 
@@ -226,14 +229,6 @@ def _as_it_is(site: Site, model: PreTrainedModel) -> Site:
     slots = [here[n] for n, v in built.items() if type(v) is int and v == site.top_k and type(here.get(n)) is int]
     changed = [value for value in slots if value != site.top_k]
     return replace(site, top_k=changed[0]) if changed else site
-
-
-def _check_finite(site: Site, name: str, tensor: Tensor) -> None:
-    if not tensor.float().isfinite().all():
-        raise CheckpointError(
-            f"Layer {site.key}: {name} has NaN or infinite values. The checkpoint is damaged or was saved after a diverged "
-            "training step; download it again."
-        )
 
 
 def describe(site: Site) -> dict[str, Any]:

@@ -15,25 +15,20 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers import core_model_loading as core
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import (
-    Concatenate,
-    MergeModulelist,
-    Transpose,
-    WeightConverter,
-    WeightRenaming,
-    dot_natural_key,
-    rename_source_key,
-)
 
 from ..errors import CheckpointError, brief
-from .formats import Get, Header, Stored, facts_of, strays, understand
+from .formats import Get, Header, facts_of, strays, understand
 from .records import Site, Stack
-from .shards import Part, Rows, Shards, open_shard, read_headers, stacked_rows
+from .shards import Rows, Shards, open_shard, read_headers, stacked_rows
 
 Recipe = list[tuple[str, str | None]]  # (name on disk, converter pattern or None) that make one parameter
 Parts = Callable[[int], list[str]]  # expert → names on disk of the matrices that lie above each other in its matrix
-STACKING = ([(MergeModulelist, 0)], [(MergeModulelist, 0), (Concatenate, 1)])  # experts over each other, gate above up
+STACKING = (
+    [(core.MergeModulelist, 0)],
+    [(core.MergeModulelist, 0), (core.Concatenate, 1)],
+)  # experts over each other, gate above up
 
 
 class CheckpointSource:
@@ -51,8 +46,8 @@ class CheckpointSource:
         self.stored = understand(headers, self.facts)
         self.shapes = {name: tensor.shape for name, tensor in twin.state_dict().items()}
         mapping = get_model_conversion_mapping(twin)
-        self.converters = {p: c for c in mapping if isinstance(c, WeightConverter) for p in c.source_patterns}
-        self.recipes = self._match([m for m in mapping if isinstance(m, WeightRenaming)])
+        self.converters = {p: c for c in mapping if isinstance(c, core.WeightConverter) for p in c.source_patterns}
+        self.recipes = self._match([m for m in mapping if isinstance(m, core.WeightRenaming)])
 
     def _headers(self) -> tuple[dict[str, Header], dict[str, str]]:
         self.files = locate(self.folder)
@@ -61,14 +56,14 @@ class CheckpointSource:
     def _open(self) -> Shards:
         return Shards(self.files)
 
-    def _match(self, renamings: list[WeightRenaming]) -> dict[str, Recipe]:
+    def _match(self, renamings: list[core.WeightRenaming]) -> dict[str, Recipe]:
         model, wanted = self.twin, self.twin.state_dict()
         converters = list({id(c): c for c in self.converters.values()}.values())
         recipes: dict[str, Recipe] = defaultdict(list)
-        for key in sorted(self.stored, key=dot_natural_key):
-            name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, wanted)
+        for key in sorted(self.stored, key=core.dot_natural_key):
+            name, pattern = core.rename_source_key(key, renamings, converters, model.base_model_prefix, wanted)
             if name not in wanted and key in wanted:
-                name, pattern = rename_source_key(key, [], [], model.base_model_prefix, wanted)
+                name, pattern = core.rename_source_key(key, [], [], model.base_model_prefix, wanted)
             if name in wanted:
                 recipes[name].append((key, pattern))
         return recipes
@@ -221,7 +216,7 @@ class CheckpointSource:
 
     def _turns(self, name: str) -> bool:
         pattern = self.recipes[name][0][1] if self.recipes.get(name) else None
-        return pattern is not None and self._operations(pattern) == [(Transpose, None)]
+        return pattern is not None and self._operations(pattern) == [(core.Transpose, None)]
 
     @contextmanager
     def rows(self) -> Iterator[Rows]:
@@ -235,13 +230,10 @@ class CheckpointSource:
             return None
         stored = [self.stored[key] for key in parts(expert)]
         if self._turns(name) or any(s.format != "plain" for s in stored):
-            whole = self._expert(shards.slice, name, parts, expert)
-            return whole[wanted.start : wanted.stop : wanted.step]
-        return stacked_rows([self._row_part(shards, s, expert) for s in stored], tuple(self.shapes[name][1:]), wanted)
-
-    def _row_part(self, shards: Shards, stored: Stored, expert: int) -> Part:
-        key = stored.keys[0]
-        return shards.slice(key), self.headers[key].shape, () if stored.experts is None else (expert,)
+            return self._expert(shards.slice, name, parts, expert)[list(wanted)]
+        keys = [(s.keys[0], () if s.experts is None else (expert,)) for s in stored]
+        pieces = [(shards.slice(key), self.headers[key].shape, index) for key, index in keys]
+        return stacked_rows(pieces, tuple(self.shapes[name][1:]), wanted)
 
 
 def locate(folder: Path) -> dict[str, Path]:
@@ -255,7 +247,11 @@ def locate(folder: Path) -> dict[str, Path]:
             f"{folder} holds no .safetensors file. ACE reads safetensors checkpoints; convert others with "
             "`model.save_pretrained(folder)`, which never needs pickle again."
         )
-    return {key: shard for shard in shards for key in keys_of(shard)}
+    found: dict[str, Path] = {}
+    for shard in shards:
+        with open_shard(shard) as handle:
+            found |= dict.fromkeys(handle.keys(), shard)
+    return found
 
 
 def _from_index(folder: Path, index: Path) -> dict[str, Path]:
@@ -283,8 +279,3 @@ def _from_index(folder: Path, index: Path) -> dict[str, Path]:
 def _leaves(file: str) -> bool:
     """Whether a shard's name leads out of the folder its index lies in."""
     return os.path.isabs(file) or os.path.normpath(file).split(os.sep)[0] == os.pardir
-
-
-def keys_of(shard: Path) -> list[str]:
-    with open_shard(shard) as handle:
-        return list(handle.keys())

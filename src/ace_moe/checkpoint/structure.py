@@ -160,6 +160,7 @@ def _site(model: nn.Module, path: str, experts: nn.Module, trace: _Trace) -> Sit
     norm_path = next(iter(trace.produced.get(source, ())), None)
     router_path = _router_path(model, path, experts, trace)
     router_source = None if router_path is None else trace.entered.get(router_path)
+    in_front = norm_path is not None and router_source == trace.entered.get(norm_path)
     return Site(
         key="",
         path=path,
@@ -170,7 +171,7 @@ def _site(model: nn.Module, path: str, experts: nn.Module, trace: _Trace) -> Sit
         norm=None if norm_path is None else model.get_submodule(norm_path),
         router_path=router_path,
         router=None if router_path is None else model.get_submodule(router_path),
-        router_input=_relation(source, norm_path, router_source, trace),
+        router_input="same" if router_source == source else "residual" if in_front else "other",
     )
 
 
@@ -190,14 +191,6 @@ def _router_path(model: nn.Module, path: str, experts: nn.Module, trace: _Trace)
         and trace.entered.get(name) == source
     ]
     return linear[0] if len(linear) == 1 else None
-
-
-def _relation(source: int, norm_path: str | None, router_source: int | None, trace: _Trace) -> str:
-    if router_source == source:
-        return "same"
-    if norm_path is not None and router_source == trace.entered.get(norm_path):
-        return "residual"
-    return "other"
 
 
 def _with_keys(sites: list[Site]) -> list[Site]:

@@ -19,7 +19,7 @@ from .workloads import distinct, labels, pick
 
 How = Literal["measured", "between", "uncorrected"]
 EXACT = 1e-9
-DRIFT = 0.1  # of the way
+DRIFT = 0.1  # of the way from the last measured point: it was seen to grow by less
 STEP = 2e-3  # a ratio further than this from its budget lies on a step
 
 
@@ -154,12 +154,8 @@ def _left_out(line: Sequence[tuple[float, float]], budget: float) -> float:
     at = min(max(bisect_left(line, (budget,)), 1), len(line) - 1)
     near = [i for i in (at - 1, at) if 0 < i < len(line) - 1]
     errors = [abs(_at([line[i - 1], line[i + 1]], line[i][0]) - line[i][1]) for i in near]
-    return max(*errors, _beyond(line, budget) if at == len(line) - 1 else 0.0)
-
-
-def _beyond(line: Sequence[tuple[float, float]], budget: float) -> float:
-    """Above the last measured point nothing holds the line but its end; drift was seen to grow by less than this."""
-    return DRIFT * (budget - line[-2][0])
+    last = DRIFT * (budget - line[-2][0]) if at == len(line) - 1 else 0.0  # nothing holds the line above but its end
+    return max(*errors, last)
 
 
 # ---- words ----------------------------------------------------------------------------------------------------------------

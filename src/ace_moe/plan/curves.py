@@ -15,7 +15,6 @@ from ..errors import PlanError
 from .entries import MOST_TAU, Workload, check_settings, compared, expect
 
 BIN = 2.0**-20  # the least distance of two τ that a pass tells apart
-MOST_POINTS = 1 << 16
 SAME = 1e-7  # ratios are kept in single precision
 SHAPING = ("policy", "params", "min_active", "min_mass", "factor")  # the gain shapes no contribution
 UNKNOWN = "unknown"
@@ -100,11 +99,6 @@ def check_listed(listed: list[dict[str, Any]]) -> list[dict[str, Any]]:
     if len({found["tensor"] for found in listed}) < len(listed):
         raise ValueError("curves: one tensor is named twice")
     return listed
-
-
-def check_shape(tensor: str, dtype: str, shape: tuple[int, ...]) -> None:
-    if dtype != "float32" or len(shape) != 2 or shape[0] != 2 or not 2 <= shape[1] <= MOST_POINTS:
-        raise PlanError(f"{tensor} is {dtype} {list(shape)}, not float32 [2, points]. Map again with `ace budget`.")
 
 
 def from_json(found: Mapping[str, Any], points: Tensor) -> Curve:

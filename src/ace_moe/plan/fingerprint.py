@@ -38,7 +38,9 @@ class Sample:
 
     def size_against(self, other: Sample) -> tuple[float, float, float]:
         """(factor, mine, other's) of the expert whose rms differs most."""
-        pairs = [(_factor(a, b), a, b) for a, b in zip(self.rms, other.rms, strict=False)]
+        tiny, huge = 1e-30, 1e30  # experts of zeros can be compared too
+        both = zip(self.rms, other.rms, strict=False)
+        pairs = [(min(max((a + tiny) / (b + tiny), tiny), huge), a, b) for a, b in both]
         return max(pairs, key=lambda pair: abs(math.log(pair[0])), default=(1.0, 0.0, 0.0))
 
 
@@ -114,11 +116,6 @@ def _sample(key: str, found: Mapping[str, Any]) -> Sample:
         if not 0 <= value < math.inf:  # NaN fails too
             raise ValueError(f"rms of layer {key} is {value!r:.40}")
     return Sample(tuple(map(float, found["rms"])), found["sample"])
-
-
-def _factor(mine: float, other: float) -> float:
-    tiny, huge = 1e-30, 1e30  # experts of zeros can be compared too
-    return min(max((mine + tiny) / (other + tiny), tiny), huge)
 
 
 def _by_how_much(factor: float, mine: float, other: float) -> str:

@@ -1,8 +1,8 @@
 """The plan: tables, thresholds, settings and model fingerprint in one safetensors file.
 
 Tensors `layers.<n>.<table>` (float32; gsp and rcr are [experts], what some policies need beside has its own shape); JSON
-metadata under the key `ace`. `entries` holds what a threshold is, `fingerprint` which model a plan belongs to, `file`,
-`metadata` and `shapes` how the file is written and checked.
+metadata under the key `ace`. `entries` holds what a threshold is, `fingerprint` which model a plan belongs to, `file` and
+`shapes` how the file is written and checked.
 """
 
 from __future__ import annotations

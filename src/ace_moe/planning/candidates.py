@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 from ..errors import AceError
 from ..plan import Plan
 from ..policies import Share, TokenPolicy, make
-from ..policies.base import ALIGNED
 from ..runtime.settings import check_budget, check_tables
 from ..tables import TABLES
 
@@ -64,24 +64,9 @@ def scores() -> list[TokenPolicy]:
     return [made for name in SCORES if isinstance(made := make(name, gain="power"), TokenPolicy)]
 
 
-def gains(best: Sequence[TokenPolicy], fitted: str | None) -> Iterator[TokenPolicy]:
-    """Other gains; the table of fitted ones belongs to the first."""
-    yield from (replace(policy, gain=gain) for policy in best for gain in GAINS)
-    if fitted is not None:
-        yield replace(best[0], gain=fitted)
-
-
-def factors(best: Sequence[TokenPolicy], names: Sequence[str]) -> Iterator[TokenPolicy]:
-    yield from (replace(policy, factor=name) for policy in best for name in names)
-
-
-def floors(best: Sequence[TokenPolicy]) -> Iterator[TokenPolicy]:
-    yield from (replace(policy, min_active=floor) for policy in best for floor in FLOORS)
-
-
-def aligned(best: Sequence[TokenPolicy]) -> Iterator[TokenPolicy]:
-    """Skipped sums with the mean and spread of whole ones."""
-    yield from (replace(policy, compensate=ALIGNED) for policy in best)
+def varied(best: Sequence[TokenPolicy], setting: str, values: Iterable[Any]) -> list[TokenPolicy]:
+    """Each of the best with each value of one setting: another gain, layer factor, floor or repair."""
+    return [replace(policy, **{setting: value}) for policy in best for value in values]
 
 
 def means(best: Sequence[TokenPolicy]) -> Iterator[TokenPolicy]:

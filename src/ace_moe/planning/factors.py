@@ -16,7 +16,6 @@ from ..checkpoint import MoEModel
 from ..fidelity import compare
 from ..plan import Plan
 from ..policies import TokenPolicy
-from ..runtime import Runtime
 from ..scoring import predict
 from .aligned import gathered
 from .passes import attached
@@ -71,28 +70,22 @@ def sensitivity(model: PreTrainedModel, plan: Plan, policy: TokenPolicy, ids: Te
             whole = predict(model, ids)
         runtime.set(torch.full((3,), tau))
         for key in runtime.layers:
-            _skip_only(runtime, key)
+            for other, layer in runtime.layers.items():  # every other layer is guarded
+                layer.weighed, layer.factor[1] = True, 1.0 if other == key else torch.inf
             found[key] = max(0.0, float(compare(whole, predict(model, ids))[:, 0].sum())) ** 0.5
     return found
-
-
-def _skip_only(runtime: Runtime, key: str) -> None:
-    """Every other layer is guarded."""
-    for other, layer in runtime.layers.items():
-        layer.weighed = True
-        layer.factor[1] = 1.0 if other == key else torch.inf
 
 
 # ---- the gain that fits a layer -----------------------------------------------------------------------------------------
 
 
-def _products(y: Tensor, less: Tensor) -> Tensor:
-    return torch.stack([(y * less).sum(), (less * less).sum()])
-
-
 def fitted_gains(model: PreTrainedModel, plan: Plan, policy: TokenPolicy, ids: Sequence[Tensor], tau: float) -> Numbers:
     """c = Σ⟨y, ŷ⟩ / Σ⟨ŷ, ŷ⟩ of each layer: what brings the skipped sum ŷ closest to the whole one y, over tokens that lost a
     slot at τ, with nothing skipped before."""
+
+    def products(y: Tensor, less: Tensor) -> Tensor:
+        return torch.stack([(y * less).sum(), (less * less).sum()])
+
     with attached(model, plan, replace(policy, gain="none", compensate=None)) as runtime:
-        sums = gathered(runtime, tau, lambda: [predict(model, part) for part in ids], _products)
+        sums = gathered(runtime, tau, lambda: [predict(model, part) for part in ids], products)
     return {key: float(a / b) if b > 0 and a > 0 else 1.0 for key, (a, b) in sums.items()}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -90,14 +91,12 @@ class Writer:
         if self.forced:
             return self.forced.popleft()
         self.length += 1
-        if not self.turns.between or not self._ended(choice):
+        ended = choice in self.turns.ends or (self.asks and self.length > LONGEST_TURN)
+        if not self.turns.between or not ended:
             return choice
         self.forced.extend(self.turns.between if self.asks else [choice, *self.turns.before])
         self.asks, self.length = not self.asks, 0
         return self.forced.popleft()
-
-    def _ended(self, choice: int) -> bool:
-        return choice in self.turns.ends or (self.asks and self.length > LONGEST_TURN)
 
 
 def text_for(
@@ -111,10 +110,8 @@ def text_for(
     """Windows of the text, or of the model's own where none is given; `source` is where the tokenizer comes from."""
     if text is not None:
         return load_windows(model, tokenizer or load_tokenizer(source), text, window, tokens)
-    try:
+    with suppress(TextError):  # it is asked for a chat template alone
         tokenizer = tokenizer or load_tokenizer(source)
-    except TextError:  # it is asked for a chat template alone
-        tokenizer = None
     return own_windows(model, tokenizer)
 
 

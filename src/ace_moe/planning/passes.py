@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -53,26 +54,22 @@ def attached(model: PreTrainedModel, plan: Plan, policy: Policy, sites: list[Sit
         attachment.remove()
 
 
+@dataclass(eq=False)
 class Passes:
     """Passes over one text under a policy that is attached; `run` reads the text, `results` are what it returned by τ.
 
     Where skipped sums are aligned, each τ has statistics of its own, from the first windows of `learned`, else of the text.
     """
 
-    def __init__(
-        self,
-        runtime: Runtime,
-        model: PreTrainedModel,
-        windows: Windows,
-        batch: int = 1,
-        run: Run = read_through,
-        learned: Windows | None = None,
-    ):
-        self.runtime, self.model, self.windows, self.batch, self.run = runtime, model, windows, batch, run
-        self.learned = windows if learned is None else learned
-        self.results: dict[float, Any] = {}
-        self._statistics: dict[float, Statistics] = {}
-        self.count = 0
+    runtime: Runtime
+    model: PreTrainedModel
+    windows: Windows
+    batch: int = 1
+    run: Run = read_through
+    learned: Windows | None = None
+    results: dict[float, Any] = field(default_factory=dict)
+    count: int = 0
+    _statistics: dict[float, Statistics] = field(default_factory=dict)
 
     @property
     def policy(self) -> Policy:
@@ -92,7 +89,12 @@ class Passes:
             self.results[threshold] = self.run(self.model, self.windows, self.batch)
             return Counted(self.runtime.realised)
         seen = Histogram()
-        with self.runtime.observed(lambda key: _into(seen)):
+
+        def observer(routing: Routing, protected: Tensor | None, decision: Decision) -> None:
+            assert protected is not None
+            seen.add(protected, routing.token_mask)
+
+        with self.runtime.observed(lambda key: observer):
             self.results[threshold] = self.run(self.model, self.windows, self.batch)
         return seen
 
@@ -101,19 +103,10 @@ class Passes:
         if threshold == 0 or not self.policy.aligned:
             return {}
         if threshold not in self._statistics:
-            part = windows_of(self.learned.ids[:ALIGNED_ON], "")
-            self._statistics[threshold] = statistics(
-                self.runtime, threshold, lambda: read_through(self.model, part, self.batch)
-            )
+            part = windows_of((self.learned or self.windows).ids[:ALIGNED_ON], "")
+            read = partial(read_through, self.model, part, self.batch)
+            self._statistics[threshold] = statistics(self.runtime, threshold, read)
         return self._statistics[threshold]
-
-
-def _into(seen: Histogram) -> Observer:
-    def observer(routing: Routing, protected: Tensor | None, decision: Decision) -> None:
-        assert protected is not None
-        seen.add(protected, routing.token_mask)
-
-    return observer
 
 
 class Counted(Histogram):

@@ -114,19 +114,18 @@ def map_budgets(
                 save(plan)
                 task.advance()
     if judged:
-        plan = _judged(model, plan, policy, windows, [fits[b] for b in wanted], batch)
+        plan = _judged(passes, plan, [fits[b] for b in wanted])
     return Mapped(plan, [fits[b] for b in wanted], passes)
 
 
-def _judged(
-    model: PreTrainedModel, plan: Plan, policy: Policy, windows: Windows, fits: Sequence[Fit], batch: int
-) -> Plan:
+def _judged(passes: Passes, plan: Plan, fits: Sequence[Fit]) -> Plan:
     """The entries with what their thresholds do to the model's predictions, where that is not known yet."""
+    model, policy, windows = passes.model, passes.policy, passes.windows
     known = {t.budget for t in plan.thresholds if t.fidelity and _of(t, policy, windows)}
     todo = [fit for fit in fits if fit.budget not in known]
     if not todo or not predicts(model):
         return plan
-    found = judge(model, plan, policy, windows, [fit.threshold for fit in todo], batch)
+    found = judge(model, plan, policy, windows, [fit.threshold for fit in todo], passes.batch)
     made = [replace(t, fidelity=f) for t, f in zip(entries(todo, policy, windows), found, strict=True)]
     return plan.with_thresholds(made)
 
@@ -173,12 +172,11 @@ def fit_budgets(
     if passes.policy.mapping == "search":
         return search_budgets(passes, budgets)
     fits = mapping.quantile_fits(dense if dense is not None else passes(0.0), budgets)
-    return [mapping.correct(passes, fit, max_passes=_corrections(fit)) for fit in fits] if correct else fits
-
-
-def _corrections(fit: Fit) -> int:
-    """Slots of equal contribution cannot be split: such a budget is measured once, no correction brings it closer."""
-    return 1 if abs(fit.realised - fit.budget) > COARSE else MOST_CORRECTIONS
+    if not correct:
+        return fits
+    # slots of equal contribution cannot be split: such a budget is measured once, no correction brings it closer
+    most = [1 if abs(fit.realised - fit.budget) > COARSE else MOST_CORRECTIONS for fit in fits]
+    return [mapping.correct(passes, fit, max_passes=n) for fit, n in zip(fits, most, strict=True)]
 
 
 def search_budgets(passes: Passes, budgets: Sequence[float]) -> list[Fit]:
@@ -186,22 +184,18 @@ def search_budgets(passes: Passes, budgets: Sequence[float]) -> list[Fit]:
     realised = cache(lambda tau: passes(tau).ratio(tau) if tau else 0.0)
     fits = []
     for wanted in budgets:
-        before = passes.count
-        _check_reachable(passes.policy, wanted, realised(1.0))
+        before, most = passes.count, realised(1.0)
+        if wanted > most + SEARCHED:
+            raise BudgetError(
+                f"A budget of {wanted:.1%} cannot be met by policy {passes.policy.key!r}: on this text it skips at most "
+                f"{most:.1%} of the slots, because {passes.policy.limits}."
+            )
         if abs(realised(wanted) - wanted) <= SEARCHED:  # some knobs are the ratio itself
             fit = Fit(wanted, wanted, realised(wanted), 0, corrected=True)
         else:
             fit = mapping.bisect(realised, wanted, SEARCHED, MOST_STEPS)
         fits.append(replace(fit, passes=passes.count - before))
     return fits
-
-
-def _check_reachable(policy: Policy, wanted: float, most: float) -> None:
-    if wanted > most + SEARCHED:
-        raise BudgetError(
-            f"A budget of {wanted:.1%} cannot be met by policy {policy.key!r}: on this text it skips at most {most:.1%} of "
-            f"the slots, because {policy.limits}."
-        )
 
 
 def entries(fits: Sequence[Fit], policy: Policy, windows: Windows) -> list[Threshold]:

@@ -21,13 +21,13 @@ from .. import progress
 from ..errors import TextError
 from ..plan import Plan
 from ..policies import TokenPolicy
-from ..policies.base import MEAN
+from ..policies.base import ALIGNED, MEAN
 from ..runtime.settings import check_budget
 from ..scoring import predicts
 from ..text import Windows
 from ..version import __version__
 from . import candidates, factors
-from .candidates import BASELINE, key_of
+from .candidates import BASELINE, key_of, varied
 from .evidence import Evidence, Part, log_kl, loss
 from .recipe import Save, map_budgets
 from .trials import Trials
@@ -128,11 +128,12 @@ class Search(Trials):
         with progress.task("measurements", self._most(mean, aligned)) as self.task:
             self.task.done = self.task.before = self.journal.windows
             best = self.stage(candidates.scores())
-            best = self.stage([*best, *candidates.gains(best, self._fitted(best[0]))])
-            best = self.stage([*best, *candidates.factors(best, self._factors(best[0]))])
-            plain = self.stage([*best, *candidates.floors(best)])
+            fitted = replace(best[0], gain=self._fitted(best[0]))  # the table of fitted gains belongs to the first
+            best = self.stage([*best, *varied(best, "gain", candidates.GAINS), fitted])
+            best = self.stage([*best, *varied(best, "factor", self._factors(best[0]))])
+            plain = self.stage([*best, *varied(best, "min_active", candidates.FLOORS)])
             repaired = [*candidates.means(plain)] if mean and self.has([MEAN]) else []
-            repaired += candidates.aligned(plain) if aligned else []
+            repaired += varied(plain, "compensate", [ALIGNED]) if aligned else []
             best = self.stage([*plain, *repaired]) if repaired else plain
             for policy in dict.fromkeys([*plain, *best, BASELINE]):
                 self.measure(policy, self.every)
@@ -225,13 +226,16 @@ class Search(Trials):
 
     def evidence(self, choice: TokenPolicy, runner_up: TokenPolicy) -> dict[str, Any]:
         """On the windows that were held out; the unskipped model's loss beside."""
-        tell = Evidence(self.journal, self.budgets, Part(self.chosen_on, self.every), self.windows.ids.shape[1] - 1)
+        tell = self._evidence(Part(self.chosen_on, self.every))
         whole = {"choice": choice, "runner_up": runner_up, "baseline": BASELINE}
         found = {name: tell.of(policy, BASELINE) for name, policy in whole.items()}
         return {**found, "candidates": len(self.journal.rows), "held_out": tell.size}
 
+    def _evidence(self, part: Part) -> Evidence:
+        return Evidence(self.journal, self.budgets, part, self.windows.ids.shape[1] - 1)
+
     def table(self) -> list[dict[str, Any]]:
         """Every candidate with its KL on the windows it has read, furthest first, then best first."""
-        tell = Evidence(self.journal, self.budgets, Part(0, self.chosen_on), self.windows.ids.shape[1] - 1)
+        tell = self._evidence(Part(0, self.chosen_on))
         rows = [tell.row(policy) for policy in self.policies.values()]
         return sorted(rows, key=lambda row: (-row["windows"], row["log_kl"]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from ..errors import PolicyError
 from .base import Model, Routing, Site, Tables, Windows
-from .calibration import Call, Change, changed, needed, run_experts, sites, token_logits, watch
+from .calibration import Call, Given, changed, needed, run_experts, sites, token_logits, watch
 from .subset import Pruning, as_order, removed_first
 
 RATE, MOMENTUM, DECAY, HALVED_AFTER = 5e-3, 0.8, 5e-2, 40
@@ -122,10 +123,10 @@ def _distance(model: Model, site: Site, call: Call, alpha: Tensor, beta: Tensor)
 
 def _cross_entropy(model: Model, places: list[Site], alpha: Weights, ids: Tensor) -> Tensor:
     """The model's loss with α in place of every gate."""
-    with changed(model, {site.path: _instead(alpha[site.key]) for site in places}):
+    with changed(model, {site.path: partial(_instead, alpha[site.key]) for site in places}):
         logits = token_logits(model, ids)
     return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())
 
 
-def _instead(alpha: Tensor) -> Change:
-    return lambda hidden, ids, gates: (hidden, ids, alpha[ids].to(gates.dtype))
+def _instead(alpha: Tensor, hidden: Tensor, ids: Tensor, gates: Tensor) -> Given:
+    return hidden, ids, alpha[ids].to(gates.dtype)

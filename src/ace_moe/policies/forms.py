@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -77,16 +78,17 @@ class Share(TokenPolicy):
     """c_i = g_i / Σ_j g_j: no table at all. `squared`: of g², the share of the power where outputs are orthogonal."""
 
     name = "share"
+    cumulative: ClassVar[bool] = False
 
     squared: bool = False
 
     @property
     def form(self) -> Form:
-        return Form(power=2 if self.squared else 1)
+        return Form(power=2 if self.squared else 1, cumulative=self.cumulative)
 
 
 @dataclass(frozen=True, kw_only=True)
-class TopP(TokenPolicy):
+class TopP(Share):
     """c_i = 1 − Σ_{j before i} g_j / Σ_j g_j in descending gates, [T, k] (Huang et al., Dynamic MoE, 2024; τ = 1 − P).
 
     The slot that crosses P is kept, and kept probabilities stay as they are. Their model is trained for it and applies
@@ -95,13 +97,9 @@ class TopP(TokenPolicy):
     """
 
     name = "top_p"
+    cumulative = True
 
     gain: Gain = "none"
-    squared: bool = False
-
-    @property
-    def form(self) -> Form:
-        return Form(power=2 if self.squared else 1, cumulative=True)
 
 
 @dataclass(frozen=True, kw_only=True)

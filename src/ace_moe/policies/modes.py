@@ -36,15 +36,11 @@ class Modes(TokenPolicy):
             whole = _log_probabilities(model, window)
             for number, site in enumerate(places):
                 with silenced(model, site):
-                    loss[number] += _kl(whole, _log_probabilities(model, window))
+                    kl = F.kl_div(_log_probabilities(model, window), whole, reduction="none", log_target=True)
+                    loss[number] += float(kl.sum(-1).clamp(min=0).double().sum())  # rounding can make it negative
         alpha = (loss / loss.sum().clamp(min=1e-30)).float()
         return {site.key: {"modes_alpha": alpha[number]} for number, site in enumerate(places)}
 
 
 def _log_probabilities(model: Model, ids: Tensor) -> Tensor:
     return token_logits(model, ids).float().log_softmax(-1)
-
-
-def _kl(whole: Tensor, without: Tensor) -> float:
-    """Σ over tokens of relu(KL); rounding can make it negative."""
-    return float(F.kl_div(without, whole, reduction="none", log_target=True).sum(-1).clamp(min=0).double().sum())

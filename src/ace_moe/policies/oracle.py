@@ -28,7 +28,7 @@ class Oracle(TokenPolicy):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RawOracle(TokenPolicy):
+class RawOracle(Oracle):
     """c_i = min(1, g_i ‖f_i(x)‖ / s), [T, k], with s the largest g ‖f(x)‖ of the whole model on a text.
 
     Not normalised per token: layers and tokens with small outputs lose more slots.
@@ -36,9 +36,6 @@ class RawOracle(TokenPolicy):
 
     name = "oracle:raw"
     needs = ("oracle_scale",)
-    needs_norms = True
-
-    gain: Gain = "none"
 
     def contribution(self, routing: Routing) -> Tensor:
         assert routing.norms is not None

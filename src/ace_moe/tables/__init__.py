@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -27,7 +28,7 @@ class Table:
 TABLES = {
     "gsp": Table(gsp.part),
     "rcr": Table(rcr.part),
-    "rcr_uncentred": Table(rcr.uncentred),
+    "rcr_uncentred": Table(partial(rcr.part, centre=False)),
     "aimer": Table(aimer.part),
     "sere_weights": Table(signature.part, signature.similarity),
     "mean_output": Table(mean.part, mean.cut),

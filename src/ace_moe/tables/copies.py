@@ -28,22 +28,15 @@ def compared(plan: Plan, other: Plan) -> dict[str, Any]:
         raise PlanError(
             f"The two are not one architecture: {mine.difference(theirs)}. Compare a copy with its original."
         )
-    layers = {
-        key: {
-            name: _change(values, other.tables[key][name])
-            for name, values in layer.items()
-            if name in other.tables[key]
-        }
-        for key, layer in plan.tables.items()
-    }
+    both = {key: (layer, other.tables[key]) for key, layer in plan.tables.items()}
+    layers = {key: {n: _change(a[n], b[n]) for n in a if n in b} for key, (a, b) in both.items()}
     same = mine.same_routers(theirs)
+    apart = mine.difference(theirs) or "other values: a plan of one is not a plan of the other"
     return {
         "model": plan.model,
         "other": other.model,
         "same_routers": same,
-        "difference": ""
-        if same
-        else mine.difference(theirs) or "other values: a plan of one is not a plan of the other",
+        "difference": "" if same else apart,
         "experts": theirs.experts_notice(mine),
         "layers": layers,
     }

@@ -21,10 +21,16 @@ NEARLY_ORTHOGONAL = 1e-3  # under this share of its typical value the fp32 sum h
 
 
 def part(layer: MoELayer, chunk: slice) -> Tensor:
-    """[C] of a chunk of experts, before the layer's mean is taken out."""
+    """[C] of a chunk of experts, before the layer's mean is taken out; in fp64 where fp32 does not suffice."""
     if layer.norm_scale is None:
         raise StructureError(f"GSP is undefined: {layer.undefined['gsp']}.")
-    return _guarded(_as_gated(layer, chunk), layer.norm_scale)
+    p = _as_gated(layer, chunk)
+    assert p.gate is not None
+    value, trusted = _paths(p.gate, p.up, p.down, layer.norm_scale)
+    if not trusted.all():
+        gate, up, down = (t[~trusted].double() for t in (p.gate, p.up, p.down))
+        value[~trusted] = _paths(gate, up, down, layer.norm_scale.double())[0].float()
+    return value
 
 
 def _as_gated(layer: MoELayer, chunk: slice) -> Projections:
@@ -38,17 +44,6 @@ def _as_gated(layer: MoELayer, chunk: slice) -> Projections:
             f"GSP is undefined: layer {layer.key}: {layer.path} has no gate projection and its activation is not a square."
         )
     return Projections(p.up, p.up, p.down)
-
-
-def _guarded(p: Projections, scale: Tensor) -> Tensor:
-    """[C], in fp64 where fp32 does not suffice."""
-    assert p.gate is not None
-    value, trusted = _paths(p.gate, p.up, p.down, scale)
-    if not trusted.all():
-        redo = ~trusted
-        gate, up, down = (t[redo].double() for t in (p.gate, p.up, p.down))
-        value[redo] = _paths(gate, up, down, scale.double())[0].float()
-    return value
 
 
 def _paths(gate: Tensor, up: Tensor, down: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:

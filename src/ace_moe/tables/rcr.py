@@ -17,17 +17,12 @@ from ..errors import StructureError
 EPSILON = 1e-8  # the paper names no value
 
 
-def part(layer: MoELayer, chunk: slice) -> Tensor:
-    """[C] of a chunk of experts, before the layer's mean is taken out."""
-    return _response(layer, prototypes(layer, chunk), chunk)
+def part(layer: MoELayer, chunk: slice, centre: bool = True) -> Tensor:
+    """[C] of a chunk of experts, before the layer's mean is taken out.
 
-
-def uncentred(layer: MoELayer, chunk: slice) -> Tensor:
-    """The same with w̃ = w: what the authors' release computes unless told otherwise."""
-    return _response(layer, prototypes(layer, chunk, centre=False), chunk)
-
-
-def _response(layer: MoELayer, q: Tensor, chunk: slice) -> Tensor:
+    Without `centre` w̃ = w: what the authors' release computes unless told otherwise.
+    """
+    q = prototypes(layer, chunk, centre)
     return layer.respond(q, chunk).norm(dim=1) / (q.norm(dim=1) + EPSILON)
 
 

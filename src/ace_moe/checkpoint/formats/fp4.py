@@ -15,7 +15,7 @@ from functools import partial
 
 from torch import Tensor
 
-from .stored import Facts, Header, Headers, Stored, beside, e2m1, e8m0, unreadable, up
+from .stored import Facts, Headers, Stored, beside, e2m1, e8m0, unreadable, up
 
 BYTES = ("U8", "I8", "F4")
 GROUP = {"U8": 32, "F8_E8M0": 32, "F8_E4M3": 16}
@@ -31,7 +31,8 @@ def find(key: str, headers: Headers, facts: Facts) -> Stored | None:
     group = GROUP.get(headers[scale].dtype)
     if group is None:
         return None
-    *rows, k = _shape(weight)
+    *rows, k = weight.shape
+    k *= 1 if weight.dtype == "F4" else 2  # values, not bytes; the header of an F4 tensor counts values already
     if headers[scale].shape != (*rows, k // group) or k % group:
         return unreadable(
             name, key, weight, f"with {scale} {headers[scale]}, not a factor for each {group} of {[*rows, k]}"
@@ -40,11 +41,6 @@ def find(key: str, headers: Headers, facts: Facts) -> Stored | None:
     if group == 32:
         return Stored(name, "mxfp4", (key, scale), lambda w, s: _grouped(w, e8m0(s), 32), stack)
     return _nv(name, key, scale, stack, headers)
-
-
-def _shape(weight: Header) -> tuple[int, ...]:
-    """Values, not bytes. The header of an F4 tensor counts values already."""
-    return weight.shape if weight.dtype == "F4" else (*weight.shape[:-1], 2 * weight.shape[-1])
 
 
 def _grouped(packed: Tensor, factors: Tensor, group: int) -> Tensor:

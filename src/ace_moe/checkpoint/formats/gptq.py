@@ -106,13 +106,10 @@ def _second(qzeros: Tensor, bits: int, first: bool | None, symmetric: bool | Non
 
 def _awq(qweight: Tensor, qzeros: Tensor, scales: Tensor) -> Tensor:
     """[n, k] in fp32."""
-    size = qweight.shape[0] // qzeros.shape[0]
-    values, zeros = (_ordered(unpacked(words, 4)).float() for words in (qweight, qzeros))
-    groups = torch.arange(qweight.shape[0], device=qweight.device) // size
+    places = torch.tensor(
+        [ORDER.index(c) for c in range(8)], device=qweight.device
+    )  # field i is column ORDER[i] of eight
+    fields = (unpacked(words, 4).unflatten(-1, (-1, 8)) for words in (qweight, qzeros))
+    values, zeros = (field[..., places].flatten(-2).float() for field in fields)
+    groups = torch.arange(qweight.shape[0], device=qweight.device) // (qweight.shape[0] // qzeros.shape[0])
     return ((values - zeros[groups]) * scales.float()[groups]).mT
-
-
-def _ordered(nibbles: Tensor) -> Tensor:
-    """Field i of a word is column ORDER[i] of eight."""
-    places = torch.tensor([ORDER.index(c) for c in range(8)], device=nibbles.device)
-    return nibbles.unflatten(-1, (-1, 8))[..., places].flatten(-2)

@@ -106,7 +106,9 @@ def _blocks(grid: Pair, n: int, k: int, fused: bool, facts: Facts) -> Sharing | 
     simple = {(1, 1): (n, k), (n, 1): (1, k), (1, k): (n, 1)}
     if grid in simple:
         return Sharing(grid, simple[grid], False)
-    given = {(min(b[0], n), min(b[1], k)) for b in _given(facts) or [USUAL]}
+    found = [*facts.all("weight_block_size"), *facts.all("block_structure")]
+    pairs = [(int(b[0]), int(b[1])) for b in found if isinstance(b, list | tuple) and len(b) == 2]
+    given = {(min(b[0], n), min(b[1], k)) for b in pairs or [USUAL]}
     fitting = [s for block in given for s in _fits(grid, n, k, block, fused)]
     if not fitting and grid[0] == n and k % grid[1] == 0:
         fitting = [Sharing(grid, (1, k // grid[1]), False)]
@@ -121,11 +123,6 @@ def _fits(grid: Pair, n: int, k: int, block: Pair, fused: bool) -> list[Sharing]
     if fused and (n // 2) % block[0] and grid[0] == 2 * -(-(n // 2) // block[0]):
         return [Sharing(grid, block, True)]
     return [Sharing(grid, block, False)] if -(-n // block[0]) == grid[0] else []
-
-
-def _given(facts: Facts) -> list[Pair]:
-    found = [*facts.all("weight_block_size"), *facts.all("block_structure")]
-    return [(int(b[0]), int(b[1])) for b in found if isinstance(b, list | tuple) and len(b) == 2]
 
 
 def decode(weight: Tensor, scale: Tensor, zero: Tensor | None = None, *, sharing: Sharing) -> Tensor:
