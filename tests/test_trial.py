@@ -94,7 +94,8 @@ def test_task_harnesses_share_the_cores_too(monkeypatch: pytest.MonkeyPatch) -> 
     """They load the model by themselves, past `load_model`; a harness that is none ends the command behind it."""
     asked: list[bool] = []
     monkeypatch.setattr("ace_moe.loading.share_cores", lambda: asked.append(True))
-    assert run_ace("eval", MODEL, "--tasks", "arc_easy", "--device", "cpu", "--harness", "none").code == 1
+    asks = ("eval", MODEL, "-p", "plan.safetensors", "--tasks", "arc_easy", "--device", "cpu", "--harness", "none")
+    assert run_ace(*asks).code == 1
     assert asked == [True]
 
 
