@@ -17,7 +17,7 @@ import typer.core
 from .. import progress
 from ..errors import AceError, BudgetError, brief
 from ..version import __version__
-from .terminal import Plain, speak_plainly
+from .terminal import Plain, hand_over, speak_plainly
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -150,7 +150,12 @@ def main() -> None:
     speak_plainly()
     warnings.showwarning = lambda message, *_, **__: note(message)
     try:
-        app()
+        try:
+            app()
+        finally:
+            hand_over()
+    except BrokenPipeError:  # whoever read has seen enough
+        sys.exit(1)
     except (AceError, OSError) as error:
         from rich.markup import escape
 
