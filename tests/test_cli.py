@@ -232,6 +232,15 @@ def test_names_with_brackets_are_printed_as_they_are(plan: Path, tmp_path: Path)
         assert "text [i].txt" in run_ace("inspect", path).out
 
 
+@pytest.mark.parametrize(
+    "wrong", [("--text", "none.txt"), ("--budgets", "2"), ("--policy", "shre"), ("--window", "0"), ("--gain", "loud")]
+)
+def test_plan_refuses_before_it_reads_the_checkpoint(wrong: tuple[str, str], tmp_path: Path) -> None:
+    """No plan is left of a command that could not have ended well."""
+    ran = run_ace("plan", MODEL, "-o", tmp_path / "plan.safetensors", *wrong)
+    assert ran.code == 1 and "error" in ran.err and not any(tmp_path.iterdir())
+
+
 # ---- one command, and text that can be seen ---------------------------------------------------------------------------
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import subprocess
@@ -18,6 +19,7 @@ from ace_moe.demo import MODEL
 from ace_moe.errors import BudgetError
 from ace_moe.plan import Plan
 from ace_moe.version import __version__
+from command import ACE as SCRIPT
 from command import COMMANDS, run_ace, start_ace
 
 # ---- budgets ----------------------------------------------------------------------------------------------------
@@ -150,6 +152,27 @@ def test_exit_codes(code: int, arguments: tuple[object, ...]) -> None:
     assert ran.code == code
     assert bool(ran.err) == (code != 0)
     assert "Traceback" not in ran.err
+
+
+BUFFERED = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device that is always full")
+@pytest.mark.parametrize("flag", ["--version", "--help"])
+def test_a_result_that_finds_no_room_is_an_error(flag: str) -> None:
+    """Short results wait in a buffer until exit, where Python loses them."""
+    with open("/dev/full", "w") as full:
+        ran = subprocess.run([SCRIPT, flag], env=BUFFERED, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert ran.returncode == 1 and "No space left" in ran.stderr and "Exception ignored" not in ran.stderr
+
+
+@pytest.mark.parametrize("flag", ["--version", "--help"])
+def test_a_reader_that_has_left_is_no_news(flag: str) -> None:
+    ours, theirs = os.pipe()
+    os.close(ours)
+    ran = subprocess.run([SCRIPT, flag], env=BUFFERED, stdout=theirs, stderr=subprocess.PIPE, text=True)
+    os.close(theirs)
+    assert (ran.returncode, ran.stderr) == (1, "")
 
 
 def test_much_is_said_to_be_much_once_and_not_to_the_quiet(tmp_path: Path) -> None:

@@ -14,12 +14,12 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from ace_moe.checkpoint import MoEModel
+from ace_moe.checkpoint import MoEModel, resolve
 from ace_moe.checkpoint.model import called
 from ace_moe.cli import show_results
 from ace_moe.decoding import Decoder
 from ace_moe.demo import MODEL
-from ace_moe.errors import IntegrationError, OptionError, TaskError, TextError
+from ace_moe.errors import CheckpointError, IntegrationError, OptionError, TaskError, TextError
 from ace_moe.evaluate.tasks import TASKS, read_rows
 from ace_moe.harnesses.base import folder_without_code
 from ace_moe.loading import load_model, share_cores
@@ -90,11 +90,19 @@ def test_threads_are_the_cores_that_are_free(
     assert used[-1] == 8, "who says it, gets it"
 
 
+def test_an_offline_hub_is_named_as_the_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(CheckpointError, match="HF_HUB_OFFLINE is set"):
+        resolve("nobody/no-such-model")
+
+
 def test_task_harnesses_share_the_cores_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """They load the model by themselves, past `load_model`; a harness that is none ends the command behind it."""
     asked: list[bool] = []
     monkeypatch.setattr("ace_moe.loading.share_cores", lambda: asked.append(True))
-    assert run_ace("eval", MODEL, "--tasks", "arc_easy", "--device", "cpu", "--harness", "none").code == 1
+    asks = ("eval", MODEL, "-p", "plan.safetensors", "--tasks", "arc_easy", "--device", "cpu", "--harness", "none")
+    assert run_ace(*asks).code == 1
     assert asked == [True]
 
 

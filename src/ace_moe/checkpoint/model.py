@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import snapshot_download
+from huggingface_hub import constants, snapshot_download
 from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
@@ -52,8 +52,9 @@ def resolve(model: str | Path) -> Path:
     try:
         return Path(snapshot_download(str(model), allow_patterns=WANTED_FILES))
     except Exception as error:
+        offline = "HF_HUB_OFFLINE is set: nothing is fetched while it is. " if constants.HF_HUB_OFFLINE else ""
         raise CheckpointError(
-            f"{model} is no folder here and could not be fetched from the hub ({type(error).__name__}). "
+            f"{model} is no folder here and could not be fetched from the hub ({type(error).__name__}). {offline}"
             "Check the name and the network, log in for gated models, or give the path of a downloaded folder."
         ) from error
 

@@ -18,7 +18,7 @@ from ..errors import AceError, BudgetError, brief
 from ..version import __version__
 from .options import option
 from .show import print_line
-from .terminal import Plain, speak_plainly
+from .terminal import Plain, hand_over, speak_plainly
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -95,7 +95,12 @@ def main() -> None:
     speak_plainly()
     warnings.showwarning = lambda message, *_, **__: note(message)
     try:
-        app()
+        try:
+            app()
+        finally:
+            hand_over()
+    except BrokenPipeError:  # whoever read has seen enough
+        sys.exit(1)
     except (AceError, OSError) as error:
         from rich.markup import escape
 

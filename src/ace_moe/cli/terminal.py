@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import os
 import re
 import sys
 from typing import Any
@@ -32,6 +33,17 @@ def speak_plainly() -> None:
         reconfigure = getattr(stream, "reconfigure", None)
         if reconfigure is not None and getattr(stream, "errors", None) in ("strict", "backslashreplace"):
             reconfigure(errors=HANDLER)
+
+
+def hand_over() -> None:
+    """What is still in the buffer goes out while an error can be told: at exit it would be lost with a code of 0 or 120."""
+    if sys.stdout is None:  # closed by whoever called
+        return
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else it is tried again at exit
+        raise
 
 
 def _nearest(error: UnicodeError) -> tuple[str, int]:
