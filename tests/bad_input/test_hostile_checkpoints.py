@@ -13,7 +13,7 @@ from bad_input_cases import Refuse, edit_config, paragraph, run_arguments, snaps
 
 from ace_moe.checkpoint import resolve
 from ace_moe.errors import CheckpointError, TextError
-from ace_moe.loading import load_tokenizer
+from ace_moe.loading import load_model, load_tokenizer
 from command import run_ace, start_ace
 
 CODE = """
@@ -43,6 +43,13 @@ def test_code_of_an_unknown_architecture(command: str, single: Path, plan: Path,
     edit_config(single, model_type="stranger", auto_map={"AutoConfig": "strange.Config"})
     arguments = ("tables", single, "-o", plan) if command == "tables" else run_arguments(single, plan)
     refuse(*arguments, says=("code from the checkpoint is not run",))
+    assert not marker.exists()
+
+
+def test_code_of_a_model_that_transformers_knows(single: Path, marker: Path) -> None:
+    """Its own class is taken, whatever the checkpoint offers beside it."""
+    edit_config(single, auto_map={"AutoModelForCausalLM": "strange.Config"})
+    load_model(single, device="cpu")
     assert not marker.exists()
 
 

@@ -351,7 +351,7 @@ def test_compare_prints_tables(tmp_path: Path) -> None:
     assert facts["model"]["architecture"] == "Qwen3MoeForCausalLM"
     assert facts["workload"]["windows"] == 4 and facts["workload"]["window"] == 128
     record = read_record(facts)
-    assert record["command"].startswith("ace compare model --methods") and str(path) not in record["command"]
+    assert record["command"].startswith("ace compare demo-moe --methods") and str(path) not in record["command"]
     assert record["inputs"][TEXT.name] == file_hash(TEXT) and record["device"] == "cpu"
 
 
