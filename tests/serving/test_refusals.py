@@ -42,11 +42,12 @@ def test_engine_says_why_it_does_not_start(case_of: Callable[[str], Case], tmp_p
         ({"plan": str(bad["other"])}, {}, "same shape but other router weights"),
         ({**good, "skip": 0.5}, {}, "BudgetError: The plan has no threshold for a budget of 50.0%"),
         ({**good, "skip": 0.99}, {}, "BudgetError: A budget of 99.0% cannot be met"),
-        ({**good, "gian": "kept"}, {}, "PolicyError: Policy 'ace' has no setting gian"),
+        ({**good, "gian": "kept"}, {}, "PolicyError: Policy 'share' has no setting gian"),
         ({**good, "policy": "oea"}, {}, "PolicyError: Policy 'oea' cannot be served"),
         ({**good, "kernels": "fast"}, {}, "OptionError: `kernels` is"),
         ({**good, "kernels": True}, {}, "IntegrationError: Our kernels cannot run"),
-        ({**good, "executor": "native"}, {}, "OptionError: `executor` is one of"),
+        ({**good, "executor": "fast"}, {}, "OptionError: `executor` is one of"),
+        ({**good, "executor": "native"}, {}, "IntegrationError: native cannot run"),
         ("plan.safetensors", {}, "OptionError: The `ace` part of additional_config"),  # type: ignore[list-item]
         (good, {"llm": {"enable_lora": True}}, "IntegrationError: ACE does not work with --enable-lora"),
         (
