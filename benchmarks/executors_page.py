@@ -21,7 +21,7 @@ experts that no token keeps were filled with NaN or huge numbers, and the output
 """
 
 
-def page() -> str:
+def part() -> str:
     found, lines = load("executors_h200.json"), []
     for model, name in NAMES.items():
         own = found[model]
@@ -34,7 +34,11 @@ def page() -> str:
                     kernel = "ours" if way == "kernels" else own["executors"][way]["kernels"][0]
                     lines.append([name, kernel, str(row["batch"]), *(f"{v:.2f}" for v in ms), f"{ms[1] / ms[2]:.2f}"])
     layers = " or ".join(str(n) for n in sorted({found[model]["layers"] for model in NAMES}))
-    return written(PAGE, executors=ABOVE.format(device=found["device"], layers=layers) + table(COLUMNS, lines))
+    return ABOVE.format(device=found["device"], layers=layers) + table(COLUMNS, lines)
+
+
+def page() -> str:
+    return written(PAGE, executors=part())
 
 
 if __name__ == "__main__":

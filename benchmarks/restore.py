@@ -39,12 +39,12 @@ class Way:
         with self.ace(model):
             self.steps = Steps(model, random_tokens(model)(batch, PROMPT + STEPS))
 
-    def time(self, tau: float, skip: float, repeats: int = 1) -> float:
+    def time(self, tau: float, skip: float) -> float:
         """Milliseconds; a way that tracks starts from the same threshold and keeps the ratio."""
         targets = torch.full((3,), skip) if self.ace.control == "track" and skip else None
         self.ace.runtime.set(torch.full((3,), tau), targets=targets)
         self.ace.reset()
-        found = self.steps.time(repeats)
+        found = self.steps.time(1)
         return found.wall if found.gpu is None else found.gpu
 
     def skipped(self, tau: float) -> float:

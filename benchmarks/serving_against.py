@@ -85,7 +85,11 @@ def show(row: dict[str, Any], ratio: float) -> None:
         print(
             f"{row['batch']:>3} x {row['prompt']:<5} {row['tokens']:>3} {what:>9}  "
             + "  ".join(f"{way} {value:.3f}" for way, value in ms.items())
-            + "".join(f"  this/{name} {ratios(ms, name, part)}" for name in ("other", "vLLM")),
+            + "".join(
+                f"  this/{name} {ratios(ms, name, part)}"
+                for name in ("other", "vLLM")
+                if f"{name} 0%" in ms or name in ms
+            ),
             flush=True,
         )
 

@@ -10,7 +10,7 @@ import triton.language as tl
 
 
 def cdiv(a: int, b: int) -> int:
-    """Not Triton's, which is made for kernels and takes 4 µs: a prompt's layers wait for the host."""
+    """Not Triton's, which is made for kernels and slow outside of them: a prompt's layers wait for the host."""
     return -(-a // b)
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...kernels.activation import GELU_TANH, SILU, Activation
 from .backends import PLAIN, prepare_of
-from .settings import EVERY
+from .settings import EVERY, batch_invariant
 
 ACTIVATIONS = {"silu": Activation(SILU), "gelu_tanh": Activation(GELU_TANH)}
 
@@ -29,7 +29,7 @@ class Kernels:
 
     @classmethod
     def of(cls, experts: Any, kernel: Any, measured: bool = False) -> Kernels | str:
-        """The kernels for this layer, or why not; `measured`: only where they were found to be faster than vLLM's."""
+        """The kernels for this layer, or why not; `measured`: only where they were found to be faster and do no harm."""
         try:
             from ...kernels.launch import hopper
         except ImportError:
@@ -37,6 +37,8 @@ class Kernels:
         reason = unfit(experts, kernel)
         if not reason and measured and not hopper(experts.w2_weight.device):
             return "they were not measured on this GPU"
+        if not reason and measured and batch_invariant():
+            return "VLLM_BATCH_INVARIANT is set, and their order of sums depends on the batch"
         return reason or cls(experts, kernel)
 
     def __call__(self, run: Any, x: Tensor, gates: Tensor, ids: Tensor, **shared: Any) -> Tensor:

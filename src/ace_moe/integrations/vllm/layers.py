@@ -64,8 +64,6 @@ def _route_outside(experts: type) -> None:
     In the class all experts derive from: models bring subclasses of their own (gpt-oss, dbrx), and vLLM replaces by name.
     """
     begin = experts.__init__  # type: ignore[misc]
-    if hasattr(begin, "__wrapped__"):
-        return
 
     @wraps(begin)
     def __init__(self: Any, layer_name: str, params_dtype: Any, moe_config: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -32,6 +33,11 @@ EXECUTORS = ("auto", "native", "redirect")  # native: also what was read in vLLM
 ROUTINGS = ("fused", "vllm")
 EVERY = sys.maxsize  # tokens: our kernels run steps of any size
 TRACED = 16384
+
+
+def batch_invariant() -> bool:
+    """Whether vLLM was asked that a token's result does not depend on its batch."""
+    return os.environ.get("VLLM_BATCH_INVARIANT", "0") not in ("", "0")
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -19,7 +18,7 @@ from ...runtime.tracking import look_up
 from . import KEY
 from .requests import asked
 from .rows import Rows, Share, Step, listen
-from .settings import REFUSED, Settings, check_content, logger
+from .settings import REFUSED, Settings, batch_invariant, check_content, logger
 from .tracing import requests_of, tracing_of
 
 SKIPPED = -1  # the id of a skipped slot: what vLLM itself gives padding
@@ -231,7 +230,7 @@ class Skipping:
 
 def restores(wanted: bool | None) -> bool:
     """Whether slots are restored: by default, unless results may not depend on who else is served."""
-    invariant = os.environ.get("VLLM_BATCH_INVARIANT", "0") not in ("", "0")
+    invariant = batch_invariant()
     if wanted and invariant:
         raise IntegrationError(
             "restore makes what a token runs depend on its batch, and VLLM_BATCH_INVARIANT asks that nothing does. Leave one out."
