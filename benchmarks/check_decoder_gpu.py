@@ -1,6 +1,6 @@
 """Decode steps in one CUDA graph against `generate`, token for token, for models with windows and recurrent states.
 
-    python benchmarks/check_decoder_gpu.py [-o result.json]
+    python benchmarks/check_decoder_gpu.py [--fused] [-o result.json]
 
 Random models of three families, tiny and of medium size, in fp32 and bf16, batch 1 and 3. `generate` of the uncompiled model
 says the tokens, unskipped without a plan, skipped with the same plan and threshold; the decoder is given them one by one and
@@ -58,6 +58,7 @@ class Found:
     batch: int
     threshold: float
     graph: bool
+    fused: bool
     tokens: int = 0
     equal: int = 0
     error: float = 0.0
@@ -123,7 +124,7 @@ def check(model: PreTrainedModel, exact: PreTrainedModel, found: Found) -> Found
         skipped = [model.generate(ids, max_new_tokens=STEPS, **GREEDY) for ids in prompts]
         expected = skipped if found.threshold else stock
         right, plain = ([whole(m, tokens) for tokens in expected] for m in (exact, model))
-        decoder = Decoder(model, found.batch, length)
+        decoder = Decoder(model, found.batch, length, fused=found.fused)
         ace.reset()
         said = [forced(decoder, tokens, ids.shape[1]) for ids, tokens in zip(prompts, expected, strict=True)]
         found.skipped, found.graph = ace.report()["decode"]["realised"], decoder.graph is not None
@@ -151,7 +152,7 @@ def missed(found: Found) -> bool:
 
 
 def main() -> None:
-    made = parser(__doc__)
+    made = parser(__doc__, fused=False)
     made.add_argument("--sizes", nargs="+", default=list(SIZES), choices=list(SIZES))
     made.add_argument("--families", nargs="+", default=list(OWN), choices=list(OWN))
     given = made.parse_args()
@@ -164,7 +165,7 @@ def main() -> None:
         exact.load_state_dict(model.state_dict())
         for batch, threshold in ((b, t) for b in (1, 3) for t in TAUS):
             torch._dynamo.reset()
-            found = Found(family, size, str(dtype).removeprefix("torch."), batch, threshold, graph=False)
+            found = Found(family, size, str(dtype).removeprefix("torch."), batch, threshold, False, given.fused)
             try:
                 check(model, exact, found)
             except Exception as error:  # the table goes on: what fails is said in its row

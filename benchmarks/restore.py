@@ -36,6 +36,7 @@ class Way:
 
     def __init__(self, model: Any, plan: Plan, batch: int, options: dict[str, Any]):
         self.ace = ACE(plan, 0.5 if "control" in options else 0.0, policy="share", **options)
+        self.slots = batch * MoEModel.of(model).sites[0].top_k
         with self.ace(model):
             self.steps = Steps(model, random_tokens(model)(batch, PROMPT + STEPS))
 
@@ -48,14 +49,17 @@ class Way:
         return found.wall if found.gpu is None else found.gpu
 
     def skipped(self, tau: float) -> float:
-        self.time(tau, 0.0, 1)
+        self.time(tau, 0.0)
         return self.ace.report()["decode"]["skipped"]
 
     def facts(self) -> dict[str, Any]:
         report = self.ace.report()
         entry, reads = report["decode"], report.get("reads", {}).get("generated")
         found = {"skipped": entry["skipped"], "ran": 1 - entry["realised"]}
-        return found | ({} if reads is None else {"reads": reads["read"], "asked": reads["asked"]})
+        if reads is None:
+            return found
+        steps = entry["routed"] / self.slots  # of a layer each
+        return found | {"reads": reads["read"] / steps, "asked": reads["asked"] / steps}
 
 
 def measure(ways: dict[str, Way], skip: float, batch: int) -> dict[str, Any]:

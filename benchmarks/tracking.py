@@ -14,25 +14,30 @@ from typing import Any
 
 import torch
 from running import made_here, parser, store
+from torch import Tensor
 
 from ace_moe import ACE, build_plan
+from ace_moe.decoding import Decoder
 from ace_moe.loading import load_model, load_tokenizer, load_windows
 from ace_moe.policies import make
 
 
 @torch.no_grad()
-def stream(model: Any, ace: ACE, texts: list[torch.Tensor], prompt: int) -> list[tuple[int, float]]:
+def stream(decoder: Decoder, ace: ACE, texts: list[Tensor], prompt: int) -> list[tuple[int, float]]:
     """(tokens, ratio the rule skipped) of every decode step; texts [B, L] each."""
-    found, before = [], (0, 0)
+    seen = [counted(ace)]
     for ids in texts:
-        out = model(ids[:, :prompt], use_cache=True, logits_to_keep=1)
+        decoder.prefill(ids[:, :prompt])
         for i in range(prompt, ids.shape[1]):
-            out = model(ids[:, i : i + 1], past_key_values=out.past_key_values)
-            total = sum(layer.counts[2] for layer in ace.runtime.layers.values())  # row of decode
-            routed, kept = int(total[0]), int(total[1])
-            found.append((len(ids), 1 - (kept - before[1]) / (routed - before[0])))
-            before = routed, kept
-    return found
+            decoder.step(ids[:, i : i + 1])
+            seen.append(counted(ace))
+    steps = torch.stack(seen).diff(dim=0).tolist()
+    return [(len(texts[0]), 1 - kept / routed) for routed, kept, *_ in steps]
+
+
+def counted(ace: ACE) -> Tensor:
+    """Slots that were routed and kept so far, all layers together: the row of decode."""
+    return torch.stack([layer.counts[2] for layer in ace.runtime.layers.values()]).sum(0)
 
 
 def worst(steps: list[tuple[int, float]], asked: float, span: int, warm: int) -> float:
@@ -45,21 +50,22 @@ def worst(steps: list[tuple[int, float]], asked: float, span: int, warm: int) ->
 
 def main() -> None:
     sizes = {"batch": 16, "tokens": 32768, "length": 272, "prompt": 16, "span": 20000, "warm": 4000}
-    made = parser(__doc__, policy="share", skip=[0.1, 0.3, 0.6], **sizes)
+    made = parser(__doc__, device="cpu", policy="share", skip=[0.1, 0.3, 0.6], **sizes)
     made.add_argument("model")
     made.add_argument("--text", nargs="+", type=Path, required=True)
     options = made.parse_args()
-    model, tokenizer = load_model(options.model, device="cpu"), load_tokenizer(options.model)
+    model, tokenizer = load_model(options.model, options.device), load_tokenizer(options.model)
     plan = build_plan(options.model)
     rounds = max(1, options.tokens // (len(options.text) * options.batch * (options.length - options.prompt)))
     size = options.length * options.batch * rounds
     texts = [load_windows(model, tokenizer, text, options.length, size).ids for text in options.text]
-    parts = [part for ids in texts for part in ids.split(options.batch)]
+    parts = [part.to(model.device) for ids in texts for part in ids.split(options.batch)]
     rows: list[dict[str, Any]] = []
     for skip in options.skip:
         budget = {"prefill": 0.0, "decode": skip}
         with ACE(plan, budget, policy=make(options.policy), control="track")(model) as ace:
-            steps = stream(model, ace, parts, options.prompt)
+            torch._dynamo.reset()
+            steps = stream(Decoder(model, options.batch, options.length), ace, parts, options.prompt)
             tau = float(ace.thresholds[1])
         row = {"model": Path(options.model).name, "policy": options.policy, "batch": options.batch, "asked": skip,
                "tokens": sum(n for n, _ in steps), "worst_points": worst(steps, skip, options.span, options.warm),

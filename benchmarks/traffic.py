@@ -1,11 +1,11 @@
 """How far a simulation on a trace is from the same batches executed, and a fitted time from one that was measured.
 
     python benchmarks/traffic.py demo-moe lab-olmoe --text wiki.test.raw -o benchmarks/results/traffic.json
-    python benchmarks/traffic.py --fit uniform.json --held flat.json skewed.json -o benchmarks/results/traffic_times.json
+    python benchmarks/traffic.py --times benchmarks/results/routing_h200.json -o benchmarks/results/traffic_times.json
 
 The first traces a text unskipped, maps τ on the trace, and decodes the same tokens teacher-forced in batches under that τ:
 slots run and experts read are counted in the layers. It then traces under that τ and simulates again: what is left is the
-rounding of gates. The second fits on the 0 and 60 % rows of one `ace bench` file and predicts the rows of others.
+rounding of gates. The second fits time against experts read under uniform routing and predicts the other routings.
 """
 
 from __future__ import annotations
@@ -90,16 +90,19 @@ def compared(simulated: Counted, found: dict[str, float]) -> dict[str, float]:
     }
 
 
-def times(fitted: Path, held: list[Path]) -> list[dict[str, Any]]:
-    rows = json.loads(fitted.read_text())["rows"]
-    cost, found = fit([r for r in rows if r["requested"] in (0.0, 0.6)]), []
-    for path in held:
-        for row in json.loads(path.read_text())["rows"]:
-            if (row["what"], row["path"]) != ("tpot", "ace") or row["batch"] not in cost.base:
-                continue
-            timed, said = row["gpu_ms"] or row["wall_ms"], cost.tpot(row["batch"], row["executed"])
-            facts = {"file": path.name, "batch": row["batch"], "skip": row["requested"], "reads": row["executed"]}
-            found.append({**facts, "ms": timed, "fitted_ms": said, "off": said / timed - 1})
+def times(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Fitted on uniform routing unskipped and at 60 %, held against the other routings at 30 and 60 %."""
+    steps = [
+        {"what": "tpot", "path": "ace", **{n: r[n] for n in ("routing", "batch", "skip")},
+         "executed": r["facts"]["restored"]["reads"], "wall_ms": r["ms"]["plain"]}  # the plain rule reads as many
+        for r in rows if r["skip"] <= max(SKIPS) and r["batch"] > 1
+    ]  # fmt: skip
+    cost, found = fit([r for r in steps if r["routing"] == "uniform" and r["skip"] in (0.0, 0.6)]), []
+    for row in steps:
+        if row["routing"] != "uniform" and row["skip"]:
+            said = cost.tpot(row["batch"], row["executed"])
+            facts = {**{n: row[n] for n in ("routing", "batch", "skip")}, "reads": row["executed"]}
+            found.append({**facts, "ms": row["wall_ms"], "fitted_ms": said, "off": said / row["wall_ms"] - 1})
             print(json.dumps(found[-1]), flush=True)
     return found
 
@@ -108,10 +111,10 @@ def main() -> None:
     made = parser(__doc__)
     made.add_argument("models", nargs="*", type=Path)
     made.add_argument("--text", type=Path)
-    made.add_argument("--fit", type=Path)
-    made.add_argument("--held", nargs="+", type=Path, default=[])
+    made.add_argument("--times", type=Path, help="a result of restore.py with several routings")
     given = made.parse_args()
-    rows = times(given.fit, given.held) if given.fit else [r for m in given.models for r in measure(m, given.text)]
+    timed = json.loads(given.times.read_text())["rows"] if given.times else []
+    rows = times(timed) or [r for m in given.models for r in measure(m, given.text)]
     store(given.out, made_here(provenance=provenance(), rows=rows))
 
 

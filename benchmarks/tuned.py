@@ -119,13 +119,13 @@ def main() -> None:
         search = Trials(model, tuned.searched, read, options.budgets, Journal(None, {}))
         usable = [p for p in policies if search.has(p.tables)]
         result["texts"][text.name] = measure(search, usable, len(read.ids))
+        result["judged"] = judge(result["texts"], label(tuned.policy), options.budgets)
+        result["mean_of_skipped"] = with_mean(result["texts"], policies, options.budgets)
+        store(options.out, result)
         print(text.name, f"{time.perf_counter() - start:.0f} s", flush=True)
-    result["judged"] = judge(result["texts"], label(tuned.policy), options.budgets)
-    result["mean_of_skipped"] = with_mean(result["texts"], policies, options.budgets)
     for name, kls in sorted(result["judged"]["mean_kl"].items(), key=lambda item: item[1][0]):
         print(f"{name:60s}", *(f"{kl:.4f}" for kl in kls))
     print({k: v for k, v in result["judged"].items() if k != "mean_kl"}, f"tuned in {seconds:.0f} s")
-    store(options.out, result)
 
 
 if __name__ == "__main__":
