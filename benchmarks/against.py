@@ -46,7 +46,8 @@ class Worker:
         from ace_moe.bench import latency
 
         torch._dynamo.reset()
-        self.timed, made = None, latency.Steps if what == "tpot" else latency.Prompt
+        self.timed = None
+        made: Any = latency.Steps if what == "tpot" else latency.Prompt  # versions differ in what they take
         try:
             from ace_moe.bench.tokens import random_tokens
         except ImportError:  # versions that draw the same tokens themselves

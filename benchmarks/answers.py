@@ -30,7 +30,7 @@ from ace_moe.plan import Plan
 from ace_moe.planning import map_budgets, text_for, tune
 from ace_moe.planning.candidates import BASELINE, label
 from ace_moe.planning.passes import attached
-from ace_moe.policies import PRESETS, Policy
+from ace_moe.policies import PRESETS, Policy, TokenPolicy
 from ace_moe.provenance import provenance
 from ace_moe.statistics import mean_difference, mean_interval
 
@@ -117,7 +117,8 @@ def ways(
 ) -> dict[str, tuple[Plan, Policy, list[float]]]:
     """Plan, policy and thresholds of each way, found on the text."""
     windows = text_for(model, source, options.text, 1024, options.tokens)
-    plan, auto = build_plan(model), BASELINE
+    auto: TokenPolicy = BASELINE
+    plan = build_plan(model)
     if options.tune:
         tuned = tune(model, plan, windows, BUDGETS)
         plan, auto = tuned.searched, tuned.policy
@@ -125,7 +126,7 @@ def ways(
     for name, policy in (("auto", auto), ("paper", PRESETS["paper"])):
         mapped = map_budgets(model, plan, policy, windows, BUDGETS, batch=4)
         found[name] = (mapped.plan, policy, [fit.threshold for fit in mapped.fits])
-        print(source.name, name, label(policy), [f"{fit.threshold:.4f}" for fit in mapped.fits], flush=True)  # type: ignore[arg-type]
+        print(source.name, name, label(policy), [f"{fit.threshold:.4f}" for fit in mapped.fits], flush=True)
     return found
 
 

@@ -13,6 +13,7 @@ import dataclasses
 import itertools
 
 import torch
+from torch import Tensor
 from transformers import Qwen3MoeConfig
 from transformers.integrations.moe import grouped_mm_experts_forward
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
@@ -45,17 +46,18 @@ def experts_module(e: int, d: int, m: int, dtype: torch.dtype) -> Qwen3MoeExpert
 
 def kernel_weights(module: Qwen3MoeExperts) -> experts.Weights:
     layout = experts.Layout.of(module.cpu())
+    assert isinstance(layout, experts.Layout), layout
     module.cuda()
     return experts.Weights(module.gate_up_proj.data, module.down_proj.data, None, None, layout)
 
 
-def routed(tokens: int, e: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+def routed(tokens: int, e: int, k: int) -> tuple[Tensor, Tensor]:
     """ids and gates [T, k] of uniform routing."""
     ids = torch.rand(tokens, e, device="cuda").argsort(1)[:, :k].contiguous()
     return ids, torch.rand(tokens, k, device="cuda").softmax(-1)
 
 
-def reference(x, ids, gates, module):
+def reference(x: Tensor, ids: Tensor, gates: Tensor, module: Qwen3MoeExperts) -> Tensor:
     """Every kept slot in float64, expert by expert."""
     w_in, w_out = module.gate_up_proj.detach(), module.down_proj.detach()
     y = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
@@ -68,12 +70,12 @@ def reference(x, ids, gates, module):
     return y
 
 
-def error(out, ref):
+def error(out: Tensor, ref: Tensor) -> float:
     rms = ref.square().mean(1, keepdim=True).sqrt().clamp(min=1e-30)
     return float(((out.double() - ref).abs() / rms).max())
 
 
-def poison():
+def poison() -> None:
     """Freed memory that the next allocations get is full of NaN."""
     junk = [torch.full((n,), float("nan"), device="cuda") for n in (1 << 14, 1 << 18, 1 << 22, 1 << 24)]
     del junk
@@ -91,7 +93,9 @@ def check_rule(tokens: int = 20000, e: int = 60, k: int = 6) -> tuple[int, float
     return sum(f[0] for f in found), max(f[1] for f in found), sum(f[2] for f in found)
 
 
-def _decided_otherwise(made, ids, gates, rows, tau, tables):
+def _decided_otherwise(
+    made: decide.Rule, ids: Tensor, gates: Tensor, rows: Tensor, tau: Tensor, tables: dict[str, Tensor]
+) -> tuple[int, float, int]:
     counts = torch.zeros(len(tau), 3, dtype=torch.int64, device=DEVICE)
     views, factor = [tables[name] for name in made.form.tables], torch.ones(3, device=DEVICE)
     new_ids, new = decide.launch_rule(ids, gates, rows, tau, factor, views, counts, -1, str(made))
@@ -105,7 +109,7 @@ def _decided_otherwise(made, ids, gates, rows, tau, tables):
     return int(wrong.sum() + ((new_ids >= 0) & ~real).sum()), float(off), int((counts[:, 1] != kept).sum())
 
 
-def check_restore(tokens, e=128, k=8):
+def check_restore(tokens: int, e: int = 128, k: int = 8) -> tuple[int, float, int]:
     """(slots run otherwise than by `rule.py`, largest relative error of a gate, counters and reads that differ)."""
     g = torch.Generator().manual_seed(tokens)
     logits = (2 * torch.randn(tokens, e, generator=g)).to(DEVICE)
@@ -115,7 +119,7 @@ def check_restore(tokens, e=128, k=8):
     tau, free = torch.tensor([0.0, 0.1, 0.16, 0.13], device=DEVICE), torch.tensor([0, 0, 1, 1], device=DEVICE).char()
     counts = torch.zeros(4, 3, dtype=torch.int64, device=DEVICE)
     reads, factor = torch.zeros(2, 2, dtype=torch.int64, device=DEVICE), torch.ones(3, device=DEVICE)
-    common = (rows, tau, factor, [], counts, -1, str(decide.Rule(Form())))
+    common = (rows, tau, factor, list[Tensor](), counts, -1, str(decide.Rule(Form())))
     new_ids, new = decide.launch_rule(ids, gates, *common, [free, reads], e)
     real = (rows > 0).unsqueeze(-1)
     kept = ~(rule.protect(rule.share(gates), gates, ids) < tau[rows.long()].unsqueeze(-1)) & real
@@ -135,7 +139,7 @@ def check_fp8() -> float:
     worst = 0.0
     e, d, m, k = 64, 2048, 768, 8
     module = experts_module(e, d, m, torch.bfloat16)
-    layout = experts.Layout.of(module.cpu())
+    layout = dataclasses.replace(kernel_weights(module).layout, block=(128, 128))
     stored, factors = [], []
     for w in (module.gate_up_proj, module.down_proj):
         blocks = w.detach().float().cuda().unflatten(2, (-1, 128)).unflatten(1, (-1, 128))
@@ -147,7 +151,7 @@ def check_fp8() -> float:
         for q, s in zip(stored, factors, strict=True)
     ]
     module.gate_up_proj, module.down_proj = (torch.nn.Parameter(w, False) for w in wide)
-    weights = experts.Weights(*stored, None, None, dataclasses.replace(layout, block=(128, 128)), *factors)
+    weights = experts.Weights(stored[0], stored[1], None, None, layout, factors[0], factors[1])
     for tokens in (1, 3, 8, 16, 64, 300, 2048):
         x = torch.randn(tokens, d, device="cuda").bfloat16()
         ids, gates = routed(tokens, e, k)
@@ -165,8 +169,8 @@ def check_attention() -> float:
         mask = (torch.arange(positions, device="cuda") <= positions // 2)[None, None, None].expand(batch, 1, 1, -1)
         mask = mask.contiguous()
         y = attend(q, k, v, mask, workspace(torch.device("cuda")), 128**-0.5)
-        wide = [t.double().repeat_interleave(8, 1) for t in (k, v)]
-        ref = torch.nn.functional.scaled_dot_product_attention(q.double(), *wide, attn_mask=mask).transpose(1, 2)
+        k, v = (t.double().repeat_interleave(8, 1) for t in (k, v))
+        ref = torch.nn.functional.scaled_dot_product_attention(q.double(), k, v, attn_mask=mask).transpose(1, 2)
         worst = max(worst, float((y.double() - ref).abs().max() / ref.abs().max()))
     return worst
 
@@ -210,7 +214,10 @@ def main() -> None:
     print(f"worst ratio of errors, ours over stock: {worst:.2f}")
 
 
-def compare(module, weights, tokens, sizes, skip, dtype):
+def compare(
+    module: Qwen3MoeExperts, weights: experts.Weights, tokens: int, sizes: tuple[int, int, int], skip: object,
+    dtype: torch.dtype,
+) -> tuple[float, bool]:  # fmt: skip
     """(our largest error over stock's, whether two runs agree to the bit), over enough draws for 64 rows."""
     e, d, k = sizes
     mine = stock = 0.0

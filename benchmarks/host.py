@@ -35,8 +35,8 @@ def copy_rate() -> float:
     """Bytes a second of a pinned copy to the GPU."""
     here = torch.empty(2**28, dtype=torch.uint8).pin_memory()
     there = torch.empty_like(here, device="cuda")
-    times = [once(lambda: there.copy_(here, non_blocking=True), there.device)[1] for _ in range(6)]
-    return here.nbytes / min(times) * 1e3  # type: ignore[type-var]
+    found = [once(lambda: there.copy_(here, non_blocking=True), there.device) for _ in range(6)]
+    return here.nbytes / min(gpu for _, gpu in found if gpu is not None) * 1e3
 
 
 class Way:
@@ -65,7 +65,7 @@ class Way:
 
     def far(self, batch: int) -> float:
         """Bytes of experts without a copy that a step needs: what each layer keeps in torch, on the same tokens."""
-        module = next(iter(hosted(self.model)), None)
+        module: Any = next(iter(hosted(self.model)), None)
         if module is None:
             return 0.0
         size = sum(p[0].nbytes for p in (module.gate_up_proj, module.down_proj))

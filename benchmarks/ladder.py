@@ -46,7 +46,7 @@ COMMON = {
     "norm_topk_prob": True, "router_aux_loss_coef": 0.002, "max_position_embeddings": WINDOW, "bos_token_id": 0,
     "eos_token_id": 0, "use_cache": False,
 }  # fmt: skip
-POLICIES: dict[str, TokenPolicy] = {"auto": BASELINE, "paper": PRESETS["paper"]}  # type: ignore[dict-item]
+POLICIES: dict[str, TokenPolicy] = {"auto": BASELINE, "paper": PRESETS["paper"]}
 BUDGETS = (0.3, 0.5, 0.6)
 FIRST = 1_000_000  # tokens before a model is judged for the first time; then at each doubling
 PEAK, WARM, FALLING, LAST = 2e-3, 100, 1 / 3, 0.1  # learning rate: of width 128; steps; part of the run; of the peak
@@ -159,7 +159,7 @@ def follow(number: int, run: Run, train: Path, valid: Tensor, device: str, share
     torch.set_num_threads(1)
     training, start, due = Training(run, device), time.time(), FIRST
     for ids in batches(windows_in(train), shared.batch, run.seed):
-        if not mp.parent_process().is_alive():
+        if (parent := mp.parent_process()) and not parent.is_alive():
             return
         late = time.time() > shared.end - RESERVE
         last = late or training.read >= shared.tokens
@@ -209,11 +209,11 @@ def told(score: Score, dense: Score) -> Row:
 def tokens_for(processes: list[Any], shared: Shared) -> int:
     """What every run can read in the time: on a device that they share, the work of all together has to fit."""
     step = shared.batch * WINDOW
-    while any(p.is_alive() and read < 5 * step for p, read in zip(processes, shared.read, strict=True)):
+    while any(p.is_alive() and read < 5 * step for p, read in zip(processes, shared.read[:], strict=True)):
         time.sleep(0.1)  # until what is made on the way in is made
-    before, start = list(shared.read), time.time()
+    before, start = shared.read[:], time.time()
     time.sleep(TIMED)
-    read = [now - then for p, now, then in zip(processes, shared.read, before, strict=True) if p.is_alive()]
+    read = [now - then for p, now, then in zip(processes, shared.read[:], before, strict=True) if p.is_alive()]
     rates = [max(tokens, step) / (time.time() - start) for tokens in read]
     return int(SPENT * (shared.end - time.time()) * len(rates) / sum(1 / rate for rate in rates)) if rates else step
 

@@ -14,16 +14,20 @@ counts each needed expert once.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
 from check_gpu import experts_module
-from running import in_turn, made_here, parser, settled, store
+from running import Row, in_turn, made_here, parser, settled, store
+from torch import Tensor
 from transformers.integrations.moe import grouped_mm_experts_forward
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 from tune import EXPERTS, HIDDEN, MIDDLE, TOP_K, graph_time, layer, routing
 
 from ace_moe.bench.run import read_rate
 from ace_moe.kernels import experts
+from ace_moe.kernels.experts import Weights
 from ace_moe.kernels.routing import TopK, reference
 from ace_moe.policies import make
 from ace_moe.runtime import Layer, row_of
@@ -36,9 +40,10 @@ EQUAL = ("share", "share:squared=true", "top_p")
 KIND = TopK(TOP_K, False, True)
 LAUNCHES = 64
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+Routed = tuple[Tensor, Tensor, Tensor]  # x [T, d], ids and gates [T, k]
 
 
-def stock_layers(weights):
+def stock_layers(weights: list[Weights]) -> list[Qwen3MoeExperts]:
     modules = []
     for w in weights:
         module = experts_module(2, 64, 64, torch.bfloat16)
@@ -48,7 +53,7 @@ def stock_layers(weights):
     return modules
 
 
-def vllm_time(inputs, weights):
+def vllm_time(inputs: list[Routed], weights: list[Weights]) -> float | None:
     """vLLM's fused_moe Triton kernels with its own tuned tiles, where it is installed and nothing is skipped."""
     try:
         from vllm.model_executor.layers.fused_moe.fused_moe import fused_experts
@@ -58,7 +63,7 @@ def vllm_time(inputs, weights):
     return graph_time(lambda: [fused_experts(*g) for g in given]) / len(weights)
 
 
-def measure(tokens, skip, weights, modules):
+def measure(tokens: int, skip: float, weights: list[Weights], modules: list[Qwen3MoeExperts]) -> Row:
     inputs = [routing(tokens, skip, seed) for seed in range(len(weights))]
     pairs = list(zip(inputs, weights, modules, strict=True))
     ours = graph_time(lambda: [experts.run(*i, w) for i, w, _ in pairs]) / len(weights)
@@ -77,7 +82,7 @@ def measure(tokens, skip, weights, modules):
 # ---- deciding --------------------------------------------------------------------------------------------------------
 
 
-def decider(policy, tau=0.0):
+def decider(policy: str, tau: float = 0.0) -> Layer:
     """A layer that decides as an engine's does, all tokens decode."""
     made, state = make(policy), State()
     state.set(torch.full((4,), tau))
@@ -87,50 +92,50 @@ def decider(policy, tau=0.0):
     return found
 
 
-def many(step):
+def many(step: Callable[[], object]) -> float:
     """Microseconds of one launch, the middle of three graphs: a launch is short beside what clocks do between two."""
     return sorted(graph_time(lambda: [step() for _ in range(LAUNCHES)]) for _ in range(3))[1] / LAUNCHES
 
 
-def deciding(tokens):
+def deciding(tokens: int) -> Row:
     """Microseconds of the rule by policy, of routing and rule in one kernel, and of stock's softmax and top-k."""
     logits = torch.randn(tokens, EXPERTS, device=DEVICE).bfloat16()
     ids, gates = reference(KIND, logits)
     gates, layers = gates.bfloat16(), {policy: decider(policy, 0.1) for policy in POLICIES}
-    row = {"tokens": tokens, "stock_route_us": many(lambda: reference(KIND, logits))}
+    row: Row = {"tokens": tokens, "stock_route_us": many(lambda: reference(KIND, logits))}
     for policy, made in layers.items():
-        row[f"rule_us {policy}"] = many(lambda made=made: made.decide(ids, gates))
-        row[f"route_and_rule_us {policy}"] = many(lambda made=made: made.route(logits, KIND, torch.bfloat16))
+        row[f"rule_us {policy}"] = many(partial(made.decide, ids, gates))
+        row[f"route_and_rule_us {policy}"] = many(partial(made.route, logits, KIND, torch.bfloat16))
     return row
 
 
 # ---- policies at equal reads -----------------------------------------------------------------------------------------
 
 
-def reads(made, logits):
+def reads(made: Layer, logits: list[Tensor]) -> tuple[float, float]:
     """(experts read in the mean of the steps, share of slots kept), logits [T, E] of each step."""
     kept = [ids[ids < EXPERTS] for ids, _ in (made.route(z, KIND, torch.bfloat16) for z in logits)]
     slots = sum(len(z) for z in logits) * TOP_K
     return sum(len(k.unique()) for k in kept) / len(kept), sum(len(k) for k in kept) / slots
 
 
-def meet(made, logits, target, rounds=20):
+def meet(made: Layer, logits: list[Tensor], target: tuple[float, float], rounds: int = 20) -> float:
     """Sets and returns the τ of the target's reads, or of its slots where it reads all experts: both fall as τ grows."""
     which = int(target[0] > 0.95 * EXPERTS)
 
-    def saved(tau):
+    def saved(tau: float) -> float:
         use(made, tau)
         return -reads(made, logits)[which]
 
     return use(made, settled(saved, -target[which], rounds))
 
 
-def use(made, tau):
+def use(made: Layer, tau: float) -> float:
     made.state.set(torch.full((4,), tau))
     return tau
 
 
-def equal(tokens, weights, skip):
+def equal(tokens: int, weights: list[Weights], skip: float) -> list[Row]:
     """Router, rule and experts by policy, where each reads as many experts as `share` does at this skip ratio."""
     g = torch.Generator().manual_seed(tokens)
     logits = [torch.randn(tokens, EXPERTS, generator=g).to(DEVICE, torch.bfloat16) for _ in weights]
@@ -143,33 +148,32 @@ def equal(tokens, weights, skip):
         made = decider(policy)
         tau = meet(made, logits, target) if skip else 0.0
         union, kept = reads(made, logits)
-        us = graph_time(lambda made=made: [whole(made, *step) for step in steps]) / len(weights)
+        us = graph_time(partial(whole, made, steps)) / len(weights)
         rows.append({"tokens": tokens, "policy": policy, "tau": tau, "union": union, "kept": kept, "layer_us": us})
     return rows
 
 
-def with_mean(tokens, skip, weights):
+def with_mean(tokens: int, skip: float, weights: list[Weights]) -> Row:
     inputs = [routing(tokens, skip, seed) for seed in range(len(weights))]
     every = [routing(tokens, 0.0, seed)[1] for seed in range(len(weights))]  # the same experts, none skipped
     coded = [(x, torch.where(ids < EXPERTS, ids, -2 - e), g) for (x, ids, g), e in zip(inputs, every, strict=True)]
     means = [torch.randn(EXPERTS, HIDDEN, device=DEVICE).bfloat16() for _ in weights]
-    plain = [(*i, w) for i, w in zip(inputs, weights, strict=True)]
-    added = [(*i, w, m) for i, w, m in zip(coded, weights, means, strict=True)]
-    ways = {name: partial(graph_time, partial(run_all, given)) for name, given in (("plain", plain), ("mean", added))}
+    steps = (partial(run_all, inputs, weights, [None] * len(means)), partial(run_all, coded, weights, means))
+    ways = {name: partial(graph_time, step) for name, step in zip(("plain", "mean"), steps, strict=True)}
     times = [sorted(found)[2] / len(weights) for found in in_turn(ways, 5).values()]
     found = {"plain_us": times[0], "mean_us": times[1], "change": times[1] / times[0] - 1}
     return {"tokens": tokens, "skip": skip, **found}
 
 
-def run_all(given):
-    return [experts.run(*one) for one in given]
+def run_all(inputs: list[Routed], weights: list[Weights], means: Sequence[Tensor | None]) -> list[Tensor]:
+    return [experts.run(*i, w, m) for i, w, m in zip(inputs, weights, means, strict=True)]
 
 
-def whole(made, x, logits, weights):
-    return experts.run(x, *made.route(logits, KIND, torch.bfloat16), weights)
+def whole(made: Layer, steps: list[tuple[Tensor, Tensor, Weights]]) -> list[Tensor]:
+    return [experts.run(x, *made.route(z, KIND, torch.bfloat16), w) for x, z, w in steps]
 
 
-def profile(tokens, skip, weights):
+def profile(tokens: int, skip: float, weights: list[Weights]) -> None:
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as record
 
@@ -186,7 +190,9 @@ def profile(tokens, skip, weights):
 # ---- the whole -------------------------------------------------------------------------------------------------------
 
 
-def run_experts(tokens, weights, modules, ceiling, profiled):
+def run_experts(
+    tokens: int, weights: list[Weights], modules: list[Qwen3MoeExperts], ceiling: float, profiled: bool
+) -> list[Row]:
     rows = [measure(tokens, skip, weights, modules) for skip in (0.0, 0.6)]
     for row, skip in zip(rows, (0.0, 0.6), strict=True):
         print(
@@ -201,7 +207,7 @@ def run_experts(tokens, weights, modules, ceiling, profiled):
     return rows
 
 
-def shown(rows):
+def shown(rows: list[Row]) -> list[Row]:
     for row in rows:
         print("  ".join(f"{n} {v:.3f}" if isinstance(v, float) else f"{n} {v}" for n, v in row.items()), flush=True)
     return rows
@@ -217,6 +223,7 @@ def main() -> None:
     made.add_argument("--skip", type=float, default=0.5, help="what share skips where the others read as much")
     options = made.parse_args()
     ceiling = read_rate(torch.device("cuda"))
+    assert ceiling is not None
     result = made_here(ceiling_tb_s=ceiling)
     print(f"{result['device']}, read ceiling {ceiling:.2f} TB/s")
     if "deciding" in options.parts:

@@ -82,7 +82,7 @@ def say(row: dict[str, Any], base: float) -> None:
 
 
 def main() -> None:
-    sizes = {"batches": [1, 4, 16, 64], "skip": [0.0, 0.3, 0.6]}
+    sizes: dict[str, Any] = {"batches": [1, 4, 16, 64], "skip": [0.0, 0.3, 0.6]}
     made = parser(__doc__, shape="qwen3-30b-a3b", device="cuda", routing=["uniform", "skewed"], **sizes)
     made.add_argument("--layers", type=int)
     made.add_argument(

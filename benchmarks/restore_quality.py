@@ -60,7 +60,7 @@ def measure(model: Any, plan: Any, policy: Any, ids: Tensor, options: argparse.N
     with ACE(plan, 0.0, policy=policy, reads=True)(model) as ace:
         dense = decode(model, ids, options.prompt)
         for name, on in (("plain", False), ("restored", True)):
-            ace.set_threshold([0.0, tau])
+            ace.set_threshold(torch.tensor([0.0, tau]))
             ace.set_restore(on)
             ace.reset()
             logits, report = decode(model, ids, options.prompt), ace.report()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -39,17 +40,18 @@ def weights(layout: experts.Layout) -> experts.Weights:
     w_in, w_out = torch.randn(EXPERTS, 2 * MIDDLE, HIDDEN), torch.randn(EXPERTS, HIDDEN, MIDDLE)
     if layout.transposed:
         w_in, w_out = w_in.mT.contiguous(), w_out.mT.contiguous()
-    tensors = [t.to(DEVICE, torch.bfloat16) for t in (w_in, w_out)]
-    biases = [torch.randn(EXPERTS, n, device=DEVICE).bfloat16() for n in (2 * MIDDLE, HIDDEN)]
-    return experts.Weights(*tensors, *(biases if layout.interleaved else (None, None)), layout)
+    w_in, w_out = (w.to(DEVICE, torch.bfloat16) for w in (w_in, w_out))
+    b_in, b_out = (torch.randn(EXPERTS, n, device=DEVICE).bfloat16() for n in (2 * MIDDLE, HIDDEN))
+    made = experts.Weights(w_in, w_out, b_in, b_out, layout)
+    return made if layout.interleaved else replace(made, b_in=None, b_out=None)
 
 
 def fp8_weights() -> experts.Weights:
     w_in, w_out = torch.randn(EXPERTS, 256, 256), torch.randn(EXPERTS, 256, 128)
-    stored = [w.to(torch.float8_e4m3fn).to(DEVICE) for w in (w_in, w_out)]
-    factors = [torch.rand(EXPERTS, w.shape[1] // 128, w.shape[2] // 128, device=DEVICE) for w in (w_in, w_out)]
+    w_in, w_out = (w.to(torch.float8_e4m3fn).to(DEVICE) for w in (w_in, w_out))
+    s_in, s_out = (torch.rand(EXPERTS, w.shape[1] // 128, w.shape[2] // 128, device=DEVICE) for w in (w_in, w_out))
     layout = experts.Layout(True, False, False, Activation(SILU), (128, 128))
-    return experts.Weights(*stored, None, None, layout, *factors)
+    return experts.Weights(w_in, w_out, None, None, layout, s_in, s_out)
 
 
 def run_experts() -> None:

@@ -40,6 +40,8 @@ TINY = {
     "norm_topk_prob": True, "max_position_embeddings": 4096,
 }  # fmt: skip
 SIZES = [1, 2, 4, 8, 16, 32, 64]
+# by layer: ids [T, k] before and after the rule, and the spread of logits
+Seen = dict[str, tuple[torch.Tensor, torch.Tensor, float]]
 
 
 class BenchWorker(AceWorker):
@@ -59,7 +61,7 @@ class BenchWorker(AceWorker):
 
     def bench_watch(self) -> None:
         """Record routed and kept ids and the spread of logits in passes that run outside CUDA graphs (long prompts)."""
-        self.seen: dict[str, Any] = {}
+        self.seen: Seen = {}
         for module in self.model_runner.model.modules():  # type: ignore[attr-defined]
             if hasattr(module, "ace_layer"):
                 _watch(module, self.seen)
@@ -72,11 +74,11 @@ class BenchWorker(AceWorker):
         return {"tokens": next(iter(self.seen.values()))[0].shape[0], "layers": layers}
 
 
-def _watch(module: Any, seen: dict[str, Any]) -> None:
-    stock = type(module.router).__mro__[1]._compute_routing  # in front of the rule
+def _watch(module: Any, seen: Seen) -> None:
+    stock: Any = type(module.router).__mro__[1]  # in front of the rule
 
     def _compute_routing(hidden: Any, logits: Any, *args: Any, **kwargs: Any) -> Any:
-        gates, ids = stock(module.router, hidden, logits, *args, **kwargs)
+        gates, ids = stock._compute_routing(module.router, hidden, logits, *args, **kwargs)
         new_ids, new_gates = module.ace_layer.decide(ids, gates)
         seen[module.ace_layer.key] = (ids.cpu(), new_ids.cpu(), float(logits.float().std(-1).mean()))
         return new_gates, new_ids
@@ -84,7 +86,7 @@ def _watch(module: Any, seen: dict[str, Any]) -> None:
     module.router._compute_routing = _compute_routing
 
 
-def _unions(ids: Any, kept: Any, spread: float, batches: list[int]) -> dict[str, Any]:
+def _unions(ids: torch.Tensor, kept: torch.Tensor, spread: float, batches: list[int]) -> dict[str, Any]:
     """Distinct experts that B random tokens need, before and after skipping; mean of 20 draws."""
     generator = torch.Generator().manual_seed(0)
     out: dict[str, Any] = {"logit_std": spread, "union": {}}
@@ -120,9 +122,11 @@ def write_plan(path: Path, sizes: dict[str, Any], budgets: dict[float, float] | 
     }  # fmt: skip
     keys = [str(n) for n in range(sizes["num_hidden_layers"])]
     tables = {key: {"gsp": torch.ones(experts), "rcr": torch.ones(experts)} for key in keys}
-    found = {"realised": 0.0, "corrected": False, "passes": 1, "workload": Workload("none", "0" * 64, 1)}
-    share = make("share").settings
-    entries = [Threshold(**share, budget=b, threshold=tau, **found) for b, tau in (budgets or {}).items()]
+    share, text = make("share").settings, Workload("none", "0" * 64, 1)
+    entries = [
+        Threshold(**share, budget=b, threshold=tau, realised=0.0, corrected=False, passes=1, workload=text)
+        for b, tau in (budgets or {}).items()
+    ]
     plan = Plan(tables, Fingerprint(dict.fromkeys(keys, layer), Routers("dummy")), "dummy")
     return plan.with_thresholds(entries).save(path)
 
@@ -283,7 +287,8 @@ def main() -> None:
         for batch in options.batches:
             run.measure("TPOT", batch, options.prompt, options.decode + 1)
         for size in options.ttft:
-            run.measure("TTFT", *map(int, size.split("x")), 1)
+            batch, prompt = map(int, size.split("x"))
+            run.measure("TTFT", batch, prompt, 1)
 
 
 if __name__ == "__main__":

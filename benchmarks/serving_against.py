@@ -127,7 +127,7 @@ def main() -> None:
         return serve(Engine(options))
     engines, rows = launch(options), []
     sizes = [(batch, options.prompt, options.decode + 1) for batch in options.batches]
-    sizes += [(*map(int, size.split("x")), 1) for size in options.ttft]
+    sizes += [(batch, prompt, 1) for batch, prompt in (map(int, size.split("x")) for size in options.ttft)]
     for size in sizes:
         rows.append(measure(engines, size, options.ratio))
         show(rows[-1], options.ratio)

@@ -26,12 +26,12 @@ def layer_section() -> str:
         by_tokens.setdefault(row["tokens"], []).append(row)
     rows = []
     for tokens, (whole, part) in by_tokens.items():
-        share = [percent(r["tb_s"] / result["ceiling_tb_s"]) for r in (whole, part)]
+        share = " / ".join(percent(r["tb_s"] / result["ceiling_tb_s"]) for r in (whole, part))
         vllm = f"{whole['vllm_us']:.1f}" if whole.get("vllm_us") else "–"
         times = [f"{whole['stock_us']:.1f}", vllm, f"{whole['ours_us']:.1f}", f"{part['ours_us']:.1f}"]
         bytes_left = part["union"] / whole["union"]
         rows.append(
-            [f"{tokens:,}", f"{whole['union']:.1f} → {part['union']:.1f}", *times, " / ".join(share),
+            [f"{tokens:,}", f"{whole['union']:.1f} → {part['union']:.1f}", *times, share,
              f"{part['ours_us'] / whole['ours_us']:.2f} / {bytes_left:.2f}"]
         )  # fmt: skip
     columns = ["tokens", "experts read", "stock grouped_mm", "vLLM", "ours", "ours, 60 % skipped",

@@ -48,9 +48,9 @@ def _watch_passes(model: Any, passes: list[Any]) -> Any:
 def _watch_replays(replays: list[Any]) -> Any:
     stock = torch.cuda.CUDAGraph.replay
 
-    def replay(graph: Any) -> None:
+    def replay(self: Any) -> None:
         first = _event()
-        stock(graph)
+        stock(self)
         replays.append((first, _event()))
 
     torch.cuda.CUDAGraph.replay = replay  # type: ignore[method-assign]

@@ -50,7 +50,7 @@ def write_checkpoint(folder: Path, layers: int, fp8: bool = False) -> None:
     if fp8:
         config.quantization_config = {"quant_method": "fp8", "weight_block_size": [BLOCK, BLOCK]}
     config.save_pretrained(folder)
-    index = {}
+    index: dict[str, str] = {}
     for layer in range(layers):
         torch.manual_seed(layer)
         tensors, prefix = {}, f"model.layers.{layer}"

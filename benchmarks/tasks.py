@@ -59,14 +59,14 @@ def of_evalscope(options: argparse.Namespace, plan: Path) -> tuple[Any, Any, Cal
 
     from ace_moe.harnesses.evalscope import AceAPI, EvalScope
 
-    where = {"device_map": "cpu", "precision": "bfloat16"}
+    where: dict[str, Any] = {"device_map": "cpu", "precision": "bfloat16"}
     stock, ours = ModelScopeAPI(options.model, **where), AceAPI(options.model, plan=str(plan), **where)
 
     def ask(harness: EvalScope, name: str, rows: Any) -> Answers:
         scores = [r["sample_score"]["score"] for r in harness.reviews(name, rows, None)]
         return [float(s["value"][s["main_score_name"]]) for s in scores], scores
 
-    return *(EvalScope(model, options.cap, options.batch) for model in (stock, ours)), ask
+    return EvalScope(stock, options.cap, options.batch), EvalScope(ours, options.cap, options.batch), ask
 
 
 HARNESSES = {"lm-eval": (of_lm_eval, "lm_eval"), "evalscope": (of_evalscope, "evalscope")}
@@ -96,7 +96,9 @@ def run(harness: str, plan: Path, options: argparse.Namespace) -> None:
     for name in NAMES:
         if any((row["harness"], row["task"]) == (harness, name) for row in found["rows"]):
             continue
-        rows = read_rows(TASKS[name], find_file(TASKS[name], options.data))[: options.limit]
+        path = find_file(TASKS[name], options.data)
+        assert path is not None
+        rows = read_rows(TASKS[name], path)[: options.limit]
         row = {"harness": harness, "version": version(package), **measure(name, rows, stock, ours, ask)}
         print(row, flush=True)
         found = made_here(rows=[*found["rows"], row])

@@ -144,7 +144,8 @@ def skipped_mass(views: dict[str, Tensor], taus: dict[str, float], call: Call) -
 def perturbed(call: Call, found: Tensor, keep: Tensor) -> dict[str, float]:
     """The perturbation bound over the truth, and whether bound and skipped mass rank tokens, for each gain."""
     lost, largest, y = ~keep.all(-1), found.norm(dim=-1).amax(-1), outputs(call.gates, found)
-    mass, rows = torch.where(keep, 0.0, call.gates.float()).sum(-1)[lost], {}
+    mass = torch.where(keep, 0.0, call.gates.float()).sum(-1)[lost]
+    rows: dict[str, float] = {}
     for gain in GAINS:
         truth = (outputs(rule.rescale(call.gates, keep, gain), found) - y).norm(dim=-1)[lost]
         bound = perturbation_bound(call.gates, keep, largest, gain)[lost]

@@ -49,7 +49,7 @@ def worst(steps: list[tuple[int, float]], asked: float, span: int, warm: int) ->
 
 
 def main() -> None:
-    sizes = {"batch": 16, "tokens": 32768, "length": 272, "prompt": 16, "span": 20000, "warm": 4000}
+    sizes: dict[str, Any] = {"batch": 16, "tokens": 32768, "length": 272, "prompt": 16, "span": 20000, "warm": 4000}
     made = parser(__doc__, device="cpu", policy="share", skip=[0.1, 0.3, 0.6], **sizes)
     made.add_argument("model")
     made.add_argument("--text", nargs="+", type=Path, required=True)

@@ -71,7 +71,7 @@ def measure(path: Path, text: Path) -> list[dict[str, Any]]:
                 ran, reads = executed(model, ace, windows.ids, batch, restore=False)
                 restored, _ = executed(model, ace, windows.ids, batch, restore=True)
                 found = {"slots": ran, "restored": restored, "reads": reads}
-                steps = steps_of(*windows.ids.shape, batch)
+                steps = steps_of(len(windows.ids), windows.ids.shape[1], batch)
                 row = {"model": path.name, "skip": skip, "threshold": tau, "batch": batch, "executed": found}
                 row |= {n: compared(s.count(tau, steps), found) for n, s in (("unskipped", dense), ("under", under))}
                 rows.append(row)

@@ -12,6 +12,7 @@ import itertools
 import math
 import multiprocessing
 import time
+from collections.abc import Callable
 
 import torch
 from running import made_here, parser, store
@@ -53,15 +54,20 @@ def routing(tokens: int, skip: float, seed: int = 0) -> tuple[torch.Tensor, torc
 
 def candidates(tokens: int) -> list[Tiles]:
     """Where two products are tuned apart, up varies with a fixed down, then the other way round."""
-    if tokens <= experts.ONE:
-        ups = [(bn, bk, w, 1) for bn in (1, 2, 4) for bk in (512, 1024, 2048) for w in (1, 2, 4, 8)]
-        downs = [
-            (slots, bn, bk, w, ahead)
-            for slots, bn, bk, w, ahead in itertools.product((2, 4, 8), (2, 4, 8), (256, 1024), (2, 4), (1, 2, 3))
-            if 48 <= ahead * slots * bn * bk // (16 * w) <= 256  # bytes a thread holds
-        ]
-        return [Tiles(4, *up, 4, 256, 2, 2) for up in ups] + [Tiles(d[0], 2, 512, 1, 1, *d[1:]) for d in downs]
-    rows = tokens * TOP_K // EXPERTS
+    return one_by_one() if tokens <= experts.ONE else sorted_by_expert(tokens * TOP_K // EXPERTS)
+
+
+def one_by_one() -> list[Tiles]:
+    ups = itertools.product((1, 2, 4), (512, 1024, 2048), (1, 2, 4, 8))
+    downs = itertools.product((2, 4, 8), (2, 4, 8), (256, 1024), (2, 4), (1, 2, 3))
+    return [Tiles(4, bn, bk, w, 1, 4, 256, 2, 2) for bn, bk, w in ups] + [
+        Tiles(slots, 2, 512, 1, 1, bn, bk, w, ahead)
+        for slots, bn, bk, w, ahead in downs
+        if 48 <= ahead * slots * bn * bk // (16 * w) <= 256  # bytes a thread holds
+    ]
+
+
+def sorted_by_expert(rows: int) -> list[Tiles]:
     heights = next(found for most, found in HEIGHTS.items() if rows <= most)
     shapes = WIDE if rows > 16 else NARROW
     downs = [*shapes, (256, 64, 8, 3), (256, 64, 8, 4)] if rows > 64 else shapes
@@ -71,7 +77,8 @@ def candidates(tokens: int) -> list[Tiles]:
 
 
 def use(tiles: Tiles) -> None:
-    experts.one_tiles = experts.many_tiles = lambda *_: tiles
+    experts.one_tiles = lambda *_: tiles
+    experts.many_tiles = lambda *_: tiles
 
 
 def compile_all(work: list[tuple[int, Tiles]], one: int) -> None:
@@ -86,7 +93,7 @@ def compile_all(work: list[tuple[int, Tiles]], one: int) -> None:
             pass
 
 
-def graph_time(step, repeats: int = 30) -> float:
+def graph_time(step: Callable[[], object], repeats: int = 30) -> float:
     """Median microseconds of one replay, after some that wake the clocks up."""
     for _ in range(2):
         step()

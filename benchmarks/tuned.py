@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,12 @@ from running import parser, store
 from ace_moe import build_plan
 from ace_moe.files import file_hash
 from ace_moe.loading import load_model
-from ace_moe.planning import text_for, tune
-from ace_moe.planning.candidates import BASELINE, SCORES, key_of, label
+from ace_moe.planning import Tuned, text_for, tune
+from ace_moe.planning.candidates import BASELINE, key_of, label, scores
 from ace_moe.planning.evidence import Evidence, Part, logs_at
 from ace_moe.planning.trials import Trials
 from ace_moe.planning.unfinished import Journal
-from ace_moe.policies import PRESETS, TokenPolicy, make
+from ace_moe.policies import PRESETS, Ace, TokenPolicy, make
 from ace_moe.provenance import provenance
 from ace_moe.statistics import relative_change
 
@@ -77,19 +78,21 @@ def with_mean(
     return found
 
 
-def listed(tuned: Any, number: int) -> list[TokenPolicy]:
+def listed(tuned: Tuned, number: int) -> list[TokenPolicy]:
     """What is measured: named methods, the choice and its kin, and the best of the rest."""
-    tried = [make(r["settings"]["policy"], **r["settings"]["params"], **_common(r["settings"])) for r in tuned.tried]
-    rest = [p for p in tried if label(p) in {label(make(s, gain="power")) for s in SCORES}]
-    named = [tuned.policy, make(tuned.recommendation["served"]["policy"], **tuned.recommendation["served"]["params"],
-                                **_common(tuned.recommendation["served"])), PRESETS["paper"], make("ace"), BASELINE]  # fmt: skip
-    twins = [make(p, compensate=None) for p in tried[: number or len(tried)] if p.compensate]
-    twins += [make(tuned.policy, compensate=how) for how in (None, "mean")]
-    return list(dict.fromkeys([*named, *tried[: number or len(tried)], *twins, *rest]))  # type: ignore[list-item]
+    tried = [_made(row["settings"]) for row in tuned.tried]
+    rest = [p for p in tried if label(p) in {label(s) for s in scores()}]
+    named = [tuned.policy, _made(tuned.recommendation["served"]), PRESETS["paper"], Ace(), BASELINE]
+    twins = [replace(p, compensate=None) for p in tried[: number or len(tried)] if p.compensate]
+    twins += [replace(tuned.policy, compensate=how) for how in (None, "mean")]
+    return list(dict.fromkeys([*named, *tried[: number or len(tried)], *twins, *rest]))
 
 
-def _common(settings: dict[str, Any]) -> dict[str, Any]:
-    return {name: settings[name] for name in ("gain", "min_active", "min_mass", "factor")}
+def _made(settings: dict[str, Any]) -> TokenPolicy:
+    common = {name: settings[name] for name in ("gain", "min_active", "min_mass", "factor")}
+    made = make(settings["policy"], **settings["params"], **common)
+    assert isinstance(made, TokenPolicy)
+    return made
 
 
 def main() -> None:

@@ -48,7 +48,7 @@ class Load:
 
     def steps(self, count: int | None = None) -> list[float]:
         """Milliseconds of each step; until nothing is left where no count is given."""
-        times = []
+        times: list[float] = []
         while self.engine.has_unfinished_requests() and (count is None or len(times) < count):
             began = time.perf_counter()
             self.done += sum(out.finished for out in self.engine.step())

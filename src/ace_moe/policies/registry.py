@@ -14,7 +14,7 @@ from typing import Any
 from ..errors import PolicyError, brief
 from .allocation import AllocL, AllocT, Lexi
 from .as_compared import AS_COMPARED
-from .base import Policy
+from .base import Policy, TokenPolicy
 from .batch import Oea, XShare
 from .diep import Diep
 from .expert_sparsity import ExpertSparsity
@@ -34,7 +34,7 @@ ALL: tuple[type[Policy], ...] = (
     *AS_COMPARED,
 )
 POLICIES: dict[str, type[Policy]] = {cls.name: cls for cls in ALL}
-PRESETS: dict[str, Policy] = {"paper": Ace(fusion="max", gain="kept", min_active=1, min_mass=0.0)}
+PRESETS: dict[str, TokenPolicy] = {"paper": Ace(fusion="max", gain="kept", min_active=1, min_mass=0.0)}
 GROUP = "ace_moe.policies"  # of entry points: NAME = "module:Class"
 AUTO = "auto"  # what a plan says; where it says nothing, the plain gate share, best by KL of what needs gates alone
 
