@@ -91,7 +91,10 @@ def valve() -> str:
 
 
 def page() -> str:
-    timed, kept, streams = load("restore_h200.json"), *(load(n)["rows"] for n in ("restore_quality.json", "tracking.json"))
+    timed, kept, streams = (
+        load("restore_h200.json"),
+        *(load(n)["rows"] for n in ("restore_quality.json", "tracking.json")),
+    )
     skip, device = percent(kept[0]["skip"]), timed["device"]
     tables = {"quality": quality(kept), "speed": speed(timed["rows"])}
     restored = RESTORED.format(batch=kept[0]["batch"], skip=skip, device=device, **tables)

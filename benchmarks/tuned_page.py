@@ -46,7 +46,10 @@ def changes(r: Row, name: str, rival: str) -> list[Interval]:
 
 
 def cells(r: Row, name: str) -> list[str]:
-    return [f"{kl:.4f} ({100 * x:+.1f})" for kl, x in zip(mean(r, name, "kl"), mean(r, name, "perplexity_change"), strict=True)]
+    return [
+        f"{kl:.4f} ({100 * x:+.1f})"
+        for kl, x in zip(mean(r, name, "kl"), mean(r, name, "perplexity_change"), strict=True)
+    ]
 
 
 def over(change: Interval) -> str:
@@ -63,7 +66,16 @@ def quality(found: list[Row]) -> str:
         each = [" / ".join(cells(r, name)) for name in (judged["auto"], SHARE, ACE, PAPER)]
         behind = f"{percent(judged['behind'], 1)} ({len(judged['mean_kl'])} measured)"
         lines.append([r["model"], judged["auto"], *each, behind, f"{r['seconds']:.0f} s"])
-    columns = ["model", "chosen", "choice", "`share`, `power`", "`ace`, `power`", "paper", "behind the best", "tuned in"]
+    columns = [
+        "model",
+        "chosen",
+        "choice",
+        "`share`, `power`",
+        "`ace`, `power`",
+        "paper",
+        "behind the best",
+        "tuned in",
+    ]
     return table(columns, lines)
 
 
@@ -74,8 +86,9 @@ def told(found: list[Row]) -> str:
     size = "; ".join(f"{n} × {w:,} tokens of each, {device}" for n, w, device in sizes)
     told = (
         f"Tuned on WikiText-103's validation text; KL at {budgets} and in brackets the change of perplexity in per cent, as "
-        f"realised, in the mean over {len(first['texts'])} other texts ({', '.join(first['texts'])}; {size}). *Behind the best*: of the "
-        "candidates measured there, by KL in the mean over budgets. The last column is the search alone, on the same machine."
+        f"realised, in the mean over {len(first['texts'])} other texts ({', '.join(first['texts'])}; {size}). *Behind the "
+        "best*: of the candidates measured there, by KL in the mean over budgets. The last column is the "
+        "search alone, on the same machine."
     )
     return f"{wrapped(told)}\n\n"
 
@@ -88,7 +101,9 @@ def sides(found: list[Row]) -> str:
         served = next(t["label"] for t in r["tried"] if t["settings"] == r["recommendation"]["served"])
         likely = zip(r["budgets"], *(mean(r, name, "perplexity_change") for name in (auto, SHARE)), strict=True)
         higher = [percent(budget) for budget, x, y in likely if x > y]
-        mine.append(f"{r['model']} {against(r, auto)}" + (f", perplexity higher at {' and '.join(higher)}" if higher else ""))
+        mine.append(
+            f"{r['model']} {against(r, auto)}" + (f", perplexity higher at {' and '.join(higher)}" if higher else "")
+        )
         theirs.append(f"{r['model']} {served}" + (f", {against(r, served)}" if served != SHARE else ""))
     first = f"KL of the choice against `share` with `power`: {'; '.join(mine)}."
     return f"\n{wrapped(first)}\n\n{wrapped('Servers, which do not run the mean, get: ' + '; '.join(theirs) + '.')}\n"
@@ -157,12 +172,12 @@ def on_or_off(found: list[Row]) -> str:
     ratios = [(mean(r, x, "realised"), mean(r, y, "realised")) for r in found for x, y in paired(r)]
     apart = max(100 * abs(x - y) for mine, other in ratios for x, y in zip(mine, other, strict=True))
     text = (
-        f"It is off unless you ask for it or `ace tune` chooses it, which it did on {', '.join(chosen)}. Of all candidates measured "
-        f"with it and without, KL is lower with it on {', '.join(lower)} and higher on {', '.join(higher)}. A layer of "
+        f"It is off unless you ask for it or `ace tune` chooses it, which it did on {', '.join(chosen)}. Of all candidates "
+        f"measured with it and without, KL is lower with it on {', '.join(lower)} and higher on {', '.join(higher)}. A layer of "
         f"Qwen3-30B-A3B's shape takes longer by {', '.join(slower)} tokens (60 % skipped, H200, "
-        "[stored](../benchmarks/results/mean_h200.json)). Texts and sizes as above. In a cell: KL with it over KL without, both moved "
-        "to the budget, over windows in pairs with 95 % intervals; change of perplexity in per cent with it / without, at the "
-        f"ratios that were realised, at most {apart:.1f} points apart.{as_realised(found)}"
+        "[stored](../benchmarks/results/mean_h200.json)). Texts and sizes as above. In a cell: KL with it over KL without, both "
+        "moved to the budget, over windows in pairs with 95 % intervals; change of perplexity in per cent with it / without, at "
+        f"the ratios that were realised, at most {apart:.1f} points apart.{as_realised(found)}"
     )
     return f"{wrapped(text)}\n\n{with_mean(found, every)}"
 
@@ -184,7 +199,11 @@ def as_realised(found: list[Row]) -> str:
 
 def page() -> str:
     found, long = results(), load(WIKITEXT)
-    parts = {"tuned": told(found) + quality(found) + sides(found), "wikitext": at_length(long), "mean": on_or_off(found)}
+    parts = {
+        "tuned": told(found) + quality(found) + sides(found),
+        "wikitext": at_length(long),
+        "mean": on_or_off(found),
+    }
     return written(PAGE, **parts)
 
 
