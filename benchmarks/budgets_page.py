@@ -60,7 +60,7 @@ def tracked(rows: list[Row]) -> str:
 
 
 def sizes(rows: list[Row]) -> str:
-    found = sorted({(r["batch"], r["tokens"], r["device"]) for r in rows})
+    found = sorted({(r["batch"], r["tokens"], r.get("device", "unknown device")) for r in rows})
     return "; ".join(f"batch {batch}: {tokens:,} tokens, {device}" for batch, tokens, device in found)
 
 
