@@ -39,7 +39,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "share, power, mean": {"policy": "share", "compensate": "mean"},
 }
 PAIRS = {"ace, kept, aligned": "ace, kept", "share, power, aligned": "share, power"}
-ORDER = ("lab-moe", "lab-olmoe", "lab-glm", "demo-moe")
 TABLE = """KL on {windows} × {window:,} tokens of {text}; τ and statistics from {map}; \
 skipped slots are not run. Last columns: KL with `aligned` over KL without, by window, with 95 % intervals.
 
@@ -95,7 +94,7 @@ def ratio(change: Interval) -> str:
 
 def table(stored: Row) -> str:
     rows, lines = stored["rows"], []
-    models = [m for m in ORDER if any(r["model"] == m for r in rows)]
+    models = [m for m in pages.MODELS if any(r["model"] == m for r in rows)]
     for model, budget in ((m, b) for m in models for b in stored["budgets"]):
         kls = [f"{cell(rows, model, way, budget)['kl']:.4f}" for way in WAYS]
         pairs = [[cell(rows, model, w, budget)["by_window"] for w in pair] for pair in PAIRS.items()]

@@ -4,7 +4,8 @@
 
 LAMBADA, PIQA, ARC-E and SciQ by likelihood, as lm-eval asks them zero-shot: of choices the likeliest, of LAMBADA the tokens that
 are predicted in the last word's place. Thresholds come from `--text`, none of the tasks. `auto` is what `--tune` finds on it,
-else the default. A row for each task, way and budget, written as it comes; rows that are there are not measured again.
+else the default. A row for each task, way and budget, written as it comes; rows that are there are not measured again, and
+`runs` says by model which run measured it.
 """
 
 from __future__ import annotations
@@ -151,10 +152,18 @@ def measure(
                 }  # fmt: skip
 
 
+def made_by(options: argparse.Namespace) -> Row:
+    files = [options.text, *(find_file(TASKS[name], options.data) for name in NAMES)]
+    return provenance(options.device or "cpu", {p.name: file_hash(p) for p in files if p})
+
+
 def study(source: Path, options: argparse.Namespace, result: Row) -> None:
-    model, tokenizer = load_model(source, options.device), load_tokenizer(source)
     todo = [name for name in NAMES if not any((r["model"], r["task"]) == (source.name, name) for r in result["rows"])]
-    made = ways(model, options, source) if todo else {}
+    if not todo:
+        return
+    model, tokenizer = load_model(source, options.device), load_tokenizer(source)
+    result["runs"].append({"model": source.name, **made_by(options)})
+    made = ways(model, options, source)
     for name in todo:
         task = TASKS[name]
         rows = read_rows(task, find_file(task, options.data))[: options.limit]  # type: ignore[arg-type]
@@ -180,9 +189,8 @@ def main() -> None:
     made.add_argument("--at-once", type=int, default=8192, help="tokens of a pass")
     made.add_argument("--device")
     options = made.parse_args()
-    files = [options.text, *(find_file(TASKS[name], options.data) for name in NAMES)]
-    result: Row = json.loads(options.out.read_text()) if options.out.exists() else {"kind": "answers", "rows": []}
-    result["provenance"] = provenance(options.device or "cpu", {p.name: file_hash(p) for p in files if p})
+    empty: Row = {"kind": "answers", "rows": [], "runs": []}
+    result: Row = json.loads(options.out.read_text()) if options.out.exists() else empty
     for source in options.models:
         study(source, options, result)
 

@@ -69,18 +69,20 @@ def head(rows: list[Row], asked: list[str]) -> str:
 
 
 def changed(rows: list[Row]) -> str:
-    """How many paired changes of accuracy are clear of 0, by way."""
+    """How many paired changes of accuracy are clear of 0, by way; a few that fell are named."""
     said = []
     for way in dict.fromkeys(r["way"] for r in rows if r["way"] != "dense"):
-        found = [r["change"] for r in rows if r["way"] == way]
-        up, down = sum(c["low"] > 0 for c in found), sum(c["high"] < 0 for c in found)
-        said.append(f"`{way}` is above the unskipped model in {up} and below it in {down} of {len(found)} cells")
+        found = [r for r in rows if r["way"] == way]
+        up, down = sum(r["change"]["low"] > 0 for r in found), [r for r in found if r["change"]["high"] < 0]
+        named = [f"{r['model']}, {TITLES[r['task']]}, {percent(r['budget'])}" for r in down] if len(down) < 5 else []
+        below = f"below it in {len(down)} of {len(found)} cells" + (f" ({'; '.join(named)})" if named else "")
+        said.append(f"`{way}` is above the unskipped model in {up} and {below}")
     return wrapped(f"By paired intervals clear of 0, {'; '.join(said)}.")
 
 
 def page() -> str:
     result = load(RESULT.name)
-    rows, command = result["rows"], result["provenance"]["command"]
+    rows, command = result["rows"], result["runs"][-1]["command"]
     parts = {"head": head(rows, command.split(" --")[0].split()[1:]), "changed": changed(shown(rows))}
     return written(PAGE, tasks=SECTION.format(**parts, table=accuracies(rows), command=command))
 

@@ -15,6 +15,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS, DOCS = ROOT / "benchmarks" / "results", ROOT / "docs"
+MODELS = ("lab-moe", "lab-olmoe", "lab-glm", "demo-moe")  # as pages list them
 Row = dict[str, Any]
 
 

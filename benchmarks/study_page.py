@@ -1,4 +1,4 @@
-"""Tables of docs/results.md and of docs/choosing.md from stored results of `ace compare` and `ace study thresholds` alone.
+"""Tables of docs/results.md from stored results of `ace compare` and `ace study thresholds` alone.
 
 python benchmarks/study_page.py
 """
@@ -15,11 +15,9 @@ from pages import DOCS, RESULTS, percent, written
 from study_claims import Results, claims, in_per_cent, met, paired
 
 from ace_moe.evaluate.compare import cell_at, kl_of
-from ace_moe.evaluate.grid import FIRST
 from ace_moe.evaluate.store import read_json
 
-DOCUMENT, CHOOSING = DOCS / "results.md", DOCS / "choosing.md"
-STEPS = (0.25, 0.375, 0.5)  # of `fixed`
+DOCUMENT = DOCS / "results.md"
 MODELS = {
     "lab_moe": "lab-moe: Qwen3-MoE, 86 M parameters, 8 layers, 64 experts, top-8, normalised softmax gates",
     "lab_olmoe": "lab-olmoe: OLMoE, 12.8 M parameters, 64 experts, top-8, softmax gates that are not normalised, skewed routing",
@@ -29,6 +27,7 @@ MODELS = {
 GAINS = {"power": "the default here", "kept": "the paper's"}
 RIVALS = (
     "fixed", "share:squared=true", "top_p", "top_p:squared=true", "ace", "gsp", "rcr", "aimer", "naee", "modes", "reap",
+    "expert_sparsity:ace-paper", "sere:ace-paper", "xshare:ace-paper", "diep:ace-paper",
 )  # fmt: skip
 table = partial(pages.table, rule=" --- ")
 
@@ -222,38 +221,6 @@ def tasks(path: Path) -> list[str]:
     return ["### Tasks\n", head, f"    {stored['command']}\n", table(columns, rows)]
 
 
-# ---- the table of docs/choosing.md --------------------------------------------------------------------------------
-
-
-def fixed(known: dict[str, Results]) -> str:
-    names = {name: MODELS[name].split(":")[0] for name in known}
-    sizes = {
-        f"{r['workload']['windows']} × {r['workload']['window']:,} on {r['environment']['device']}"
-        for r in known.values()
-    }
-    kl = {(m, n, b): kl_of(c) for n, r in known.items() for m in FIRST for b in STEPS if (c := _first(r, m, b))}
-    rows = [
-        [f"`{m}`", *(" / ".join(f"{kl[m, n, b]:.4f}" if (m, n, b) in kl else "–" for b in STEPS) for n in known)]
-        for m in FIRST
-    ]
-    ahead = [f"{100 * (kl['share', n, 0.5] / kl['fixed', n, 0.5] - 1):+.0f} % on {names[n]}" for n in known]
-    behind = [names[n] for n in known if kl["fixed", n, 0.5] < kl["ace", n, 0.5]]
-    return (
-        "Fixed top-k against the others at its own steps, KL to the unskipped model in nats a token at 25 / 37.5 / 50 %\n"
-        f"({next(iter(known.values()))['workload']['name']}, {'; '.join(sorted(sizes))}; gain `power`, `kept` for `paper`):\n\n"
-        f"{table(['', *names.values()], rows)}\n"
-        f"At 50 % the KL of a plain `share` against that of `fixed` is {', '.join(ahead)}. `fixed` is ahead of `ace` there on\n"
-        f"{', '.join(behind) or 'none'}.\n"
-    )
-
-
-def _first(results: Results, method: str, budget: float) -> Results | None:
-    """`paper` is `ace` with its gain."""
-    return cell_at(results, *(("ace", "kept") if method == "paper" else (method, "power")), budget) or cell_at(
-        results, method, "kept", budget
-    )
-
-
 # ---- thresholds ---------------------------------------------------------------------------------------------------
 
 
@@ -286,10 +253,5 @@ def page() -> str:
     return written(DOCUMENT, measured=measured(RESULTS))
 
 
-def choosing() -> str:
-    return written(CHOOSING, fixed=fixed(compared(RESULTS)))
-
-
 if __name__ == "__main__":
     DOCUMENT.write_text(page(), encoding="utf-8")
-    CHOOSING.write_text(choosing(), encoding="utf-8")

@@ -27,7 +27,6 @@ from ace_moe.planning.trials import Trials
 from ace_moe.planning.unfinished import Journal
 from ace_moe.policies import PRESETS, Ace, TokenPolicy, make
 from ace_moe.provenance import provenance
-from ace_moe.statistics import relative_change
 
 ALLOWED = 0.05  # how far the choice may be behind the best candidate
 
@@ -58,24 +57,6 @@ def judge(texts: dict[str, dict[str, Any]], auto: str, budgets: list[float]) -> 
     each = [mean[auto][i] / min(kls[i] for kls in mean.values()) - 1 for i in range(len(budgets))]
     found = {"mean_kl": mean, "auto": auto, "best": best, "behind": behind}
     return {**found, "behind_each": each, "met": behind <= ALLOWED}
-
-
-def with_mean(
-    texts: dict[str, dict[str, Any]], policies: list[TokenPolicy], budgets: list[float]
-) -> list[dict[str, Any]]:
-    """Candidates with the mean of skipped experts against the same without, over all windows in pairs."""
-    found = []
-    for policy in policies:
-        name, plain = label(policy), label(policy).removesuffix(", mean")
-        if not policy.compensate or plain not in next(iter(texts.values())):
-            continue
-        for i, budget in enumerate(budgets):
-            pairs = [
-                ([w[i] for w in t[name]["by_window"]], [w[i] for w in t[plain]["by_window"]]) for t in texts.values()
-            ]
-            mine, theirs = ([x for part in column for x in part] for column in zip(*pairs, strict=True))
-            found.append({"candidate": name, "budget": budget, "kl_change": vars(relative_change(mine, theirs))})
-    return found
 
 
 def listed(tuned: Tuned, number: int) -> list[TokenPolicy]:
@@ -123,7 +104,6 @@ def main() -> None:
         usable = [p for p in policies if search.has(p.tables)]
         result["texts"][text.name] = measure(search, usable, len(read.ids))
         result["judged"] = judge(result["texts"], label(tuned.policy), options.budgets)
-        result["mean_of_skipped"] = with_mean(result["texts"], policies, options.budgets)
         store(options.out, result)
         print(text.name, f"{time.perf_counter() - start:.0f} s", flush=True)
     for name, kls in sorted(result["judged"]["mean_kl"].items(), key=lambda item: item[1][0]):
