@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 import zoo
 from ace_moe import ACE, build_plan
-from ace_moe.decoding import Decoder, layerwise
-from ace_moe.decoding.fuse import EXPERTS, GEMV, LINEAR, SUMS, fuse
+from ace_moe.decoding import Decoder, attention, layerwise
+from ace_moe.decoding.fuse import ATTEND, EXPERTS, GEMV, LINEAR, SUMS, fuse
+from ace_moe.decoding.fuse_attention import ATTEND_TOKEN
 from ace_moe.kernels import gemv as gemv_module
 from ace_moe.kernels.gemv import gemv, tile
 
@@ -60,6 +61,13 @@ def steps(model, batch, rewritten, monkeypatch):
         return torch.stack([decoder._advance(decoder.cache) for _ in range(2)]), graphs
 
 
+def attending(model, monkeypatch):
+    """The decode kernel without a GPU too: an interpreter runs it."""
+    monkeypatch.setattr(attention, "_one_token", lambda query, *_: query.shape[2] == 1)
+    model.set_attn_implementation(attention.IMPLEMENTATION)
+    return model
+
+
 def count(graphs, target):
     return [sum(node.target is target for node in graph.nodes) for graph in graphs]
 
@@ -97,6 +105,21 @@ def test_norms_and_sums_go_into_the_products(monkeypatch):
     assert graph.find_nodes(op="call_function", target=EXPERTS)[0].kwargs["add"]
     both = [n for n in graph.nodes if n.target in SUMS and all(isinstance(a, torch.fx.Node) for a in n.args)]
     assert all({operator.mul, torch.mul} & {a.target for a in n.args} for n in both)  # rotary alone
+
+
+@pytest.mark.parametrize(
+    ("family", "taken"),
+    [("qwen3_moe", True), ("mixtral", True), ("olmoe", True), ("glm4_moe", False), ("gemma4", True)],
+)
+@pytest.mark.parametrize("batch", [1, 2])
+def test_a_token_goes_into_the_attention_as_its_product_gave_it(family, taken, batch, monkeypatch):
+    """Where a part of a head alone is turned, the compiler does it."""
+    model = attending(zoo.build(family, torch.float32, num_hidden_layers=1), monkeypatch)
+    expected, before = steps(model, batch, False, monkeypatch)
+    found, after = steps(model, batch, True, monkeypatch)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    assert set(count(before, ATTEND)) == {1} == set(count(after, ATTEND_TOKEN if taken else ATTEND))
+    assert all(("index_copy_" in found) is not taken for found in writes(after))
 
 
 def test_more_tokens_and_wide_types_are_left_to_the_compiler(monkeypatch):

@@ -9,63 +9,117 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .products_kernel import rms_norm
+
 
 @triton.jit
-def _share(
-    query, k, v, mask, begin, end, scale, k_pos, v_pos,
-    D: tl.constexpr, DP: tl.constexpr, GP: tl.constexpr, BS: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
-    """Maximum, sum and weighted values over positions begin … end: [GP], [GP], [GP, DP] in fp32, base 2."""
+def _tile(k, v, mask, at, end, skip, k_pos, v_pos, D: tl.constexpr, DP: tl.constexpr, MASKED: tl.constexpr):
+    """Keys [DP, BS], values [BS, DP] and which positions are seen, on their way from memory; `skip` is not."""
     dim = tl.arange(0, DP)
-    top = tl.full((GP,), -float("inf"), tl.float32)
-    total = tl.zeros((GP,), tl.float32)
-    out = tl.zeros((GP, DP), tl.float32)
-    for start in range(begin, end, BS):
-        at = start + tl.arange(0, BS)
-        seen = at < end
-        if MASKED:
-            seen = seen & (tl.load(mask + at, mask=seen, other=0) != 0)
-        key = tl.load(k + at[None, :] * k_pos + dim[:, None], mask=seen[None, :] & (dim < D)[:, None], other=0.0)
-        score = tl.where(seen[None, :], tl.dot(query, key, input_precision="ieee") * scale, -float("inf"))
-        new_top = tl.maximum(top, tl.max(score, 1))
-        level = tl.where(new_top == -float("inf"), 0.0, new_top)  # nothing seen yet
-        weight = tl.exp2(score - level[:, None])
-        before = tl.exp2(top - level)
-        value = tl.load(v + at[:, None] * v_pos + dim[None, :], mask=seen[:, None] & (dim < D)[None, :], other=0.0)
-        out = out * before[:, None] + tl.dot(weight.to(value.dtype), value, input_precision="ieee")
-        total = total * before + tl.sum(weight, 1)
-        top = new_top
-    return top, total, out
+    seen = (at < end) & (at != skip)
+    if MASKED:
+        seen = seen & (tl.load(mask + at, mask=at < end, other=0) != 0)
+    key = tl.load(k + at[None, :] * k_pos + dim[:, None], mask=seen[None, :] & (dim < D)[:, None], other=0.0)
+    value = tl.load(v + at[:, None] * v_pos + dim[None, :], mask=seen[:, None] & (dim < D)[None, :], other=0.0)
+    return key, value, seen
+
+
+@triton.jit
+def _take(query, key, value, seen, top, total, out, scale):
+    """Maximum, sum and weighted values [GP], [GP], [GP, DP] in fp32, base 2, with these positions' as well."""
+    score = tl.where(seen[None, :], tl.dot(query, key, input_precision="ieee") * scale, -float("inf"))
+    new_top = tl.maximum(top, tl.max(score, 1))
+    level = tl.where(new_top == -float("inf"), 0.0, new_top)  # nothing seen yet
+    weight = tl.exp2(score - level[:, None])
+    before = tl.exp2(top - level)
+    out = out * before[:, None] + tl.dot(weight.to(value.dtype), value, input_precision="ieee")
+    return new_top, total * before + tl.sum(weight, 1), out
+
+
+@triton.jit
+def _turned(
+    x,
+    scale,
+    cos,
+    sin,
+    eps,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    NORM: tl.constexpr,
+    PLUS: tl.constexpr,
+    ROUNDED: tl.constexpr,
+):
+    """Heads whose first values x [R] points at, normed and turned by their position: [R, DP]."""
+    dim = tl.arange(0, DP)
+    first, inside = dim < D // 2, (dim < D)[None, :]
+    far = tl.where(first, dim + D // 2, dim - D // 2)  # the other half
+    v = tl.load(x[:, None] + dim[None, :], mask=inside, other=0.0).to(tl.float32)
+    w = tl.load(x[:, None] + far[None, :], mask=inside, other=0.0).to(tl.float32)
+    dtype: tl.constexpr = x.dtype.element_ty
+    if NORM:
+        root = tl.rsqrt(tl.sum(v * v, 1) / D + eps)[:, None]
+        v = rms_norm(v, tl.load(scale + dim, mask=dim < D, other=0.0).to(tl.float32), root, PLUS, ROUNDED, dtype)
+        w = rms_norm(w, tl.load(scale + far, mask=dim < D, other=0.0).to(tl.float32), root, PLUS, ROUNDED, dtype)
+    c = tl.load(cos + dim, mask=dim < D, other=0.0).to(tl.float32)
+    s = tl.load(sin + dim, mask=dim < D, other=0.0).to(tl.float32)
+    return (v * c + tl.where(first, -w, w) * s).to(dtype)
 
 
 @triton.jit
 def attend(
-    q, k, v, mask, parts, tops, totals, arrived, y, scale, S, H, step,
-    q_seq, q_head, k_seq, k_head, k_pos, v_seq, v_head, v_pos, mask_seq,
+    q, k, v, mask, new_k, new_v, q_scale, k_scale, cos, sin, place, parts, tops, totals, arrived, y, scale, eps, S, H, step,
+    q_seq, q_head, k_seq, k_head, k_pos, v_seq, v_head, v_pos, mask_seq, new_k_seq, new_v_seq, turn_seq,
     G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BS: tl.constexpr, SPLITS: tl.constexpr,
-    MASKED: tl.constexpr, EARLY: tl.constexpr,
+    MASKED: tl.constexpr, TOKEN: tl.constexpr, NORM: tl.constexpr, PLUS: tl.constexpr, ROUNDED: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """y [B, H · G, D] from q [B, H · G, D], k and v [B, H, S, D], mask [B, S]. Grid (B · H, SPLITS), `step` positions each.
 
-    parts [B · H, SPLITS, G, D], tops and totals [B · H, SPLITS, G]; `arrived` [B · H] is zero before and after.
+    parts [B · H, SPLITS, G, D], tops and totals [B · H, SPLITS, G]; `arrived` [B · H] is zero before and after. TOKEN: q is
+    not yet normed and turned, nor are new_k and new_v [B, H, D] in the cache: the program whose share they are in puts them at
+    `place`. Of the cache the rest is then nobody's to write, and read before the kernel in front has ended.
     """
-    if EARLY:
-        tl.extra.cuda.gdc_wait()
     pair = tl.program_id(0)
     split = tl.program_id(1)
     b, h = pair // H, pair % H
     g, dim = tl.arange(0, GP), tl.arange(0, DP)
     inside = (g < G)[:, None] & (dim < D)[None, :]
-    query = tl.load(q + b * q_seq + (h * G + g)[:, None] * q_head + dim[None, :], mask=inside, other=0.0)
+    begin, end = split * step, tl.minimum(S, (split + 1) * step)
     keys = k + b.to(tl.int64) * k_seq + h * k_head
     values = v + b.to(tl.int64) * v_seq + h * v_head
-    top, total, out = _share(
-        query, keys, values, mask + b * mask_seq, split * step, tl.minimum(S, (split + 1) * step), scale, k_pos, v_pos,
-        D, DP, GP, BS, MASKED,
-    )  # fmt: skip
-    if (
-        EARLY
-    ):  # not before: the kernel behind fetches weights at once, and this one's own loads would queue up behind them
+    mask += b * mask_seq
+    skip = tl.load(place) if TOKEN else -1
+    if EARLY and not TOKEN:
+        tl.extra.cuda.gdc_wait()
+    key, value, seen = _tile(keys, values, mask, begin + tl.arange(0, BS), end, skip, k_pos, v_pos, D, DP, MASKED)
+    if EARLY and TOKEN:
+        tl.extra.cuda.gdc_wait()
+    heads = q + b * q_seq + (h * G + tl.minimum(g, G - 1)) * q_head
+    if TOKEN:
+        cos += b * turn_seq
+        sin += b * turn_seq
+        query = _turned(heads, q_scale, cos, sin, eps, D, DP, NORM, PLUS, ROUNDED)
+        own = new_k + b * new_k_seq + h * D + tl.arange(0, 1)
+        own_key = _turned(own, k_scale, cos, sin, eps, D, DP, NORM, PLUS, ROUNDED)
+        own_value = tl.load(new_v + b * new_v_seq + h * D + dim, mask=dim < D, other=0.0)
+        mine = (skip >= begin) & (skip < end)
+        top = tl.sum(query.to(tl.float32) * own_key.to(tl.float32), 1) * scale
+        top = tl.where(mine, top, -float("inf"))
+        total = tl.where(mine, 1.0, 0.0) + tl.zeros((GP,), tl.float32)
+        out = tl.where(mine, own_value.to(tl.float32), 0.0)[None, :] + tl.zeros((GP, DP), tl.float32)
+        tl.store(keys + skip * k_pos + tl.arange(0, 1)[:, None] + dim[None, :], own_key, mask=mine & (dim < D)[None, :])
+        tl.store(values + skip * v_pos + dim, own_value, mask=mine & (dim < D))
+    else:
+        query = tl.load(heads[:, None] + dim[None, :], mask=inside, other=0.0)
+        top = tl.full((GP,), -float("inf"), tl.float32)
+        total = tl.zeros((GP,), tl.float32)
+        out = tl.zeros((GP, DP), tl.float32)
+    top, total, out = _take(query, key, value, seen, top, total, out, scale)
+    for start in range(begin + BS, end, BS):
+        at = start + tl.arange(0, BS)
+        key, value, seen = _tile(keys, values, mask, at, end, skip, k_pos, v_pos, D, DP, MASKED)
+        top, total, out = _take(query, key, value, seen, top, total, out, scale)
+    if EARLY:  # not before: the kernel behind fetches weights at once, and this one's own loads would queue behind them
         tl.extra.cuda.gdc_launch_dependents()
     at = y + (pair * G + g)[:, None] * D + dim[None, :]
     if SPLITS == 1:

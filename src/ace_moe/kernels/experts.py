@@ -104,12 +104,13 @@ def _one(x: Tensor, ids: Tensor, gates: Tensor, weights: Weights, mean: Tensor |
         *weights.strides(weights.w_in), *in_factors, b_in.stride(0), TOP_K=k, BESIDE=beside, NEAR=near, **early,
         **_up_options(weights, tiles, d),
     )  # fmt: skip
+    room = {"maxnreg": 128} if mean is not None and hopper(x.device) else {}  # registers, or not all programs run at once
     one_kernel.one_down[down[::-1] if beside else down](
         h, ids, gates, _or(mean, x), _or(add, x), *_near(weights, weights.w_out), s_out, b_out, y, experts, d, m,
         *weights.strides(weights.w_out), *out_factors,
         TOP_K=k, KP=power_of_two(k), KC=min(tiles.bm, power_of_two(k)), KSTEPS=cdiv(m, tiles.bk_down),
         AHEAD=tiles.stages_down, BESIDE=beside, NEAR=near, MEAN=mean is not None, ADD=add is not None, **early,
-        **_down_options(weights, tiles, m),
+        **_down_options(weights, tiles, m), **room,
     )  # fmt: skip
     return y
 
@@ -143,7 +144,7 @@ def _many(x: Tensor, ids: Tensor, gates: Tensor, weights: Weights, mean: Tensor 
     )  # fmt: skip
     width = min(1024, power_of_two(d))
     many_kernel.many_sum[(tokens, cdiv(d, width))](
-        parts, ids, gates, _or(mean, x), _or(add, x), y, experts, d, TOP_K=k, BN=width, MEAN=mean is not None,
+        parts, ids, gates, _or(mean, x), _or(add, x), y, experts, d, TOP_K=k, KP=power_of_two(k), BN=width, MEAN=mean is not None,
         ADD=add is not None, num_warps=4, **early,
     )  # fmt: skip
     return y

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .products_kernel import add_row
+from .products_kernel import add_row, rms_norm
 
 
 @triton.jit
@@ -21,16 +21,6 @@ def _root(x, K, eps, BK: tl.constexpr, STEPS: tl.constexpr):
         v = tl.load(x + k, mask=k < K, other=0.0).to(tl.float32)
         square += v * v
     return tl.rsqrt(tl.sum(square, 0) / K + eps)
-
-
-@triton.jit
-def _normed(v, scale, root, PLUS: tl.constexpr, ROUNDED: tl.constexpr, dtype: tl.constexpr):
-    """An RMS norm of v in fp32, rounded where transformers rounds: before the scale as well, or after it alone."""
-    v = v * root
-    if ROUNDED:
-        v = v.to(dtype).to(tl.float32)
-    v = v * (scale + 1.0) if PLUS else v * scale
-    return v.to(dtype).to(tl.float32)
 
 
 @triton.jit
@@ -67,7 +57,7 @@ def gemv(
         v = tl.load(x + k, mask=k < K, other=0.0).to(tl.float32)
         if NORM:
             g = tl.load(scale + k, mask=k < K, other=0.0).to(tl.float32)
-            v = _normed(v, g, root, PLUS, ROUNDED, x.dtype.element_ty)
+            v = rms_norm(v, g, root, PLUS, ROUNDED, x.dtype.element_ty)
             if KEEP:
                 tl.store(normed + k, v.to(normed.dtype.element_ty), mask=(k < K) & (tile == 0))
         total += tiles[step].to(tl.float32) * v[None, :]

@@ -119,7 +119,7 @@ def many_down(
 @triton.jit
 def many_sum(
     parts, ids, gates, mean, add, y, E, d,
-    TOP_K: tl.constexpr, BN: tl.constexpr, MEAN: tl.constexpr, ADD: tl.constexpr, EARLY: tl.constexpr,
+    TOP_K: tl.constexpr, KP: tl.constexpr, BN: tl.constexpr, MEAN: tl.constexpr, ADD: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """y [T, d] ← sum of a token's kept parts, in slot order, fp32. Grid (T, tiles of d): T may pass 65,535.
 
@@ -127,7 +127,7 @@ def many_sum(
     """
     token = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * BN + tl.arange(0, BN)
-    total = stand_ins(ids + token * TOP_K, gates + token * TOP_K, mean, n, d, TOP_K, MEAN)
+    total = stand_ins(ids + token * TOP_K, gates + token * TOP_K, mean, n, d, TOP_K, KP, MEAN)
     take_turn(EARLY)
     for slot in range(TOP_K):
         e = tl.load(ids + token * TOP_K + slot)

@@ -129,12 +129,12 @@ def one_down(
     total = tl.sum(kept.to(tl.int32), 0)
     h += t * TOP_K * m
     gates += t * TOP_K
+    out = stand_ins(ids + t * TOP_K, gates, mean, n, d, TOP_K, KP, MEAN)
     tiles = ()
     for q in tl.static_range(AHEAD):
         tiles += (
             _fetch(q, e, order, total, n, w, near, near_w, d, m, w_expert, w_row, w_col, KC, KSTEPS, BK, EVEN, NEAR),
         )
-    out = stand_ins(ids + t * TOP_K, gates, mean, n, d, TOP_K, MEAN)
     if EARLY:
         tl.extra.cuda.gdc_wait()
     for q in tl.static_range(AHEAD):

@@ -139,17 +139,29 @@ def dot_down(
 
 
 @triton.jit
-def stand_ins(ids, gates, mean, n, d, TOP_K: tl.constexpr, MEAN: tl.constexpr):
+def stand_ins(ids, gates, mean, n, d, TOP_K: tl.constexpr, KP: tl.constexpr, MEAN: tl.constexpr):
     """Σ over a token's slots coded −2 − e of gate · mean[e] at columns n [BN], fp32; 0 without MEAN.
 
-    Nobody is writing what it reads: before a kernel waits for the one in front of it, it costs no time.
+    Nobody is writing what it reads: before a kernel waits for the one in front of it, it costs no time. All slots at once,
+    because one after the other either takes the registers that weights need or waits for memory as often as there are slots.
     """
-    total = tl.zeros(n.shape, tl.float32)
     if MEAN:
-        for slot in tl.static_range(TOP_K):
-            e = tl.load(ids + slot)
-            coded = e < -1
-            row = mean + tl.where(coded, -2 - e, 0).to(tl.int64) * d
-            weight = tl.load(gates + slot, mask=coded, other=0.0).to(tl.float32)
-            total += weight * tl.load(row + n, mask=n < tl.where(coded, d, 0), other=0.0).to(tl.float32)
-    return total
+        j = tl.arange(0, KP)
+        e = tl.load(ids + j, mask=j < TOP_K, other=-1)
+        coded = e < -1
+        weight = tl.load(gates + j, mask=coded, other=0.0).to(tl.float32)
+        rows = mean + tl.where(coded, -2 - e, 0).to(tl.int64) * d
+        part = tl.load(rows[:, None] + n[None, :], mask=coded[:, None] & (n < d)[None, :], other=0.0).to(tl.float32)
+        return tl.sum(part * weight[:, None], 0)
+    else:
+        return tl.zeros(n.shape, tl.float32)
+
+
+@triton.jit
+def rms_norm(v, scale, root, PLUS: tl.constexpr, ROUNDED: tl.constexpr, dtype: tl.constexpr):
+    """An RMS norm of v in fp32, rounded where transformers rounds: before the scale as well, or after it alone."""
+    v = v * root
+    if ROUNDED:
+        v = v.to(dtype).to(tl.float32)
+    v = v * (scale + 1.0) if PLUS else v * scale
+    return v.to(dtype).to(tl.float32)

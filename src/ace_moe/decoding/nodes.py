@@ -1,0 +1,77 @@
+"""Small tools for a layer's graph as Dynamo gives it: values, new nodes, views, and what a part of it computes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor, fx
+
+VIEWS = ("view", "reshape", "contiguous")
+
+
+def value(node: Any) -> Tensor:
+    return node.meta["example_value"]
+
+
+def new(graph: fx.Graph, like: Tensor, target: Any, *args: Any, **options: Any) -> fx.Node:
+    """A node with the example value later ones look at."""
+    node = graph.call_method(target, args) if isinstance(target, str) else graph.call_function(target, args, options)
+    node.meta["example_value"] = like
+    return node
+
+
+def flat(graph: fx.Graph, node: fx.Node, tokens: int = -1) -> fx.Node:
+    """As [tokens, width]; the last dimension stays where no number of tokens is given."""
+    shape = (-1, value(node).shape[-1]) if tokens < 0 else (tokens, -1)
+    return new(graph, value(node).reshape(shape), "reshape", node, shape)
+
+
+def erase(graph: fx.Graph, node: fx.Node) -> None:
+    """And the views it was made of, where nothing else needs them."""
+    above = node.args[0]
+    graph.erase_node(node)
+    if isinstance(above, fx.Node) and is_view(above) and not above.users:
+        erase(graph, above)
+
+
+def is_view(node: fx.Node) -> bool:
+    same = node.op == "call_method" and node.target in VIEWS
+    return same and value(node).shape[-1] == value(node.args[0]).shape[-1]
+
+
+def source(node: fx.Node) -> fx.Node:
+    """What a node is a view of."""
+    while is_view(node):
+        node = node.args[0]  # type: ignore[assignment]
+    return node
+
+
+def of_module(node: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
+    """(what the innermost module that made a node computed for it, in order; what went into that)."""
+    nodes: dict[fx.Node, None] = {}
+    inputs: dict[fx.Node, None] = {}
+
+    def inner(n: fx.Node) -> Any:
+        return None if n.op == "placeholder" else next(reversed(n.meta.get("nn_module_stack") or {None: None}))
+
+    def walk(n: fx.Node) -> None:
+        if inner(n) is None or inner(n) != inner(node):
+            inputs[n] = None
+        elif n not in nodes:
+            for above in n.all_input_nodes:
+                walk(above)
+            nodes[n] = None
+
+    walk(node)
+    return list(nodes), list(inputs)
+
+
+def evaluate(nodes: Iterable[fx.Node], values: dict[fx.Node, Any]) -> Any:
+    """The last one's value, from values of what goes into them."""
+    found = None
+    for n in nodes:
+        args, options = fx.map_arg((n.args, n.kwargs), values.__getitem__)
+        target: Any = getattr(args[0], str(n.target)) if n.op == "call_method" else n.target
+        found = values[n] = target(*(args[1:] if n.op == "call_method" else args), **options)
+    return found
