@@ -14,16 +14,13 @@ import serving_collectives
 from serving_cases import MAX_TOKENS, PROMPTS, Case, environment
 from serving_server import Server, free_port, serve_command, serving, stop
 
-from ace_moe.loading import load_tokenizer
-
 SLOTS = 8  # of a token in each layer
 
 
 def texts(server: Server, case: Case, **headers: str) -> None:
     """The reference's tokens, request by request."""
-    tokenizer = load_tokenizer(case.model)
     for prompt, expected in zip(PROMPTS, case.reference.tokens, strict=True):
-        assert server.complete(prompt, headers=headers)["text"] == tokenizer.decode(expected)
+        assert server.complete(prompt, headers=headers, return_token_ids=True)["token_ids"] == expected
 
 
 def counted(report: dict[str, Any]) -> dict[str, tuple[int, int]]:
