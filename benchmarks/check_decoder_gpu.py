@@ -1,6 +1,6 @@
 """Decode steps in one CUDA graph against `generate`, token for token, for models with windows and recurrent states.
 
-    python benchmarks/check_decoder_gpu.py [--fused] [-o result.json]
+    python benchmarks/check_decoder_gpu.py [--plain] [-o result.json]
 
 Random models of three families, tiny and of medium size, in fp32 and bf16, batch 1 and 3. `generate` of the uncompiled model
 says the tokens, unskipped without a plan, skipped with the same plan and threshold; the decoder is given them one by one and
@@ -8,7 +8,8 @@ is on two prompts one after the other in the same graph, beyond the window. In f
 In bf16 rounding decides ties and now and then an expert: there its logits may be no further from those of the same weights in
 fp32 than the uncompiled model's are (`error` and `plain`: medians over tokens of the relative distance). `forgotten` counts
 tokens whose logits move by more than a hundredth when the memory is emptied after the prompt: a fault there would be seen.
-Exit status 1 if a bar is missed. Without a GPU it runs without graphs.
+`--plain`: layers are compiled as they are, not rewritten before. Exit status 1 if a bar is missed. Without a GPU it runs without
+graphs.
 """
 
 from __future__ import annotations
@@ -152,7 +153,7 @@ def missed(found: Found) -> bool:
 
 
 def main() -> None:
-    made = parser(__doc__, fused=False)
+    made = parser(__doc__, plain=False)
     made.add_argument("--sizes", nargs="+", default=list(SIZES), choices=list(SIZES))
     made.add_argument("--families", nargs="+", default=list(OWN), choices=list(OWN))
     given = made.parse_args()
@@ -165,7 +166,7 @@ def main() -> None:
         exact.load_state_dict(model.state_dict())
         for batch, threshold in ((b, t) for b in (1, 3) for t in TAUS):
             torch._dynamo.reset()
-            found = Found(family, size, str(dtype).removeprefix("torch."), batch, threshold, False, given.fused)
+            found = Found(family, size, str(dtype).removeprefix("torch."), batch, threshold, False, not given.plain)
             try:
                 check(model, exact, found)
             except Exception as error:  # the table goes on: what fails is said in its row

@@ -162,6 +162,11 @@ def the_rest() -> None:
         mask = torch.ones(batch, 1, 1, positions, dtype=torch.bool)
         arrived = attend.workspace(torch.device("cpu"))
         attend.attend(torch.zeros(batch, 32, 1, 128, dtype=k.dtype), k, k, mask, arrived, 0.1)
+        heads = [torch.zeros(batch, n * 128, dtype=k.dtype) for n in (32, k.shape[1], k.shape[1])]
+        turn, place = torch.zeros(1, 1, 128, dtype=k.dtype), torch.zeros(1, dtype=torch.int64)
+        attend.attend_token(
+            *heads, turn, turn, k.clone(), k.clone(), place, mask, arrived, 0.1, turn[0, 0], turn[0, 0], 1e-6
+        )
 
 
 if __name__ == "__main__":

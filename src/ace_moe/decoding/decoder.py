@@ -26,7 +26,7 @@ from .layerwise import compiled_layers, decoder_layers, recording
 from .static import StepCache, check
 
 
-def tuned(batch: int, fused: bool = False) -> dict[str, Any]:
+def tuned(batch: int, fused: bool = True) -> dict[str, Any]:
     """Compiler options: with one row, products become reductions; kernels may start before the one in front has ended.
 
     `fused`: layers are rewritten first (`fuse`).
@@ -62,14 +62,14 @@ class Decoder:
         captured: bool | None = None,
         experts: Literal["device", "host"] = "device",
         resident: float = 0.0,
-        fused: bool = False,
+        fused: bool = True,
         **options: Any,
     ):
         """`captured`: whether steps are compiled and become a graph; by default on a GPU. `options` go to the compiler.
 
         `experts="host"` moves the model to the GPU but for its experts, of which the part `resident` has copies there;
-        then attach a plan: its kernels read what a step needs over the bus. `fused` makes one token's products, norms and
-        sums one launch each; its tokens have not been compared with `generate`'s on a GPU yet, so it is off unless asked for.
+        then attach a plan: its kernels read what a step needs over the bus. `fused`: layers are rewritten before they are
+        compiled, so that a step has fewer launches (`fuse`).
         """
         if experts not in ("device", "host"):
             raise OptionError(f'experts is "device" or "host", not {experts!r}.')

@@ -67,9 +67,12 @@ def _turned(node: Any, angles: int = 2) -> Turned | None:
     if len(wide) != 1 or len(others) != angles or {value(n).shape[-1] for n in others} - {value(node).shape[-1]}:
         return None
     given = drawn(inputs)
-    found = evaluate(nodes, dict(given))
+    found = evaluate(nodes, given)
     for order in (others, others[::-1]):
-        if equal(_turn(given[wide[0]], found.shape, *(given[n] for n in order)), found) > NEARLY_ALL:
+        if (
+            found is not None
+            and equal(_turn(given[wide[0]], found.shape, *(given[n] for n in order)), found) > NEARLY_ALL
+        ):
             norm = norm_of(wide[0]) if angles else None
             own = norm is not None and value(norm.scale).shape[0] == value(node).shape[-1]
             return Turned(norm.x, norm, tuple(order)) if norm and own else Turned(wide[0], None, tuple(order))

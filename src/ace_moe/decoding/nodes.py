@@ -67,11 +67,15 @@ def of_module(node: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
     return list(nodes), list(inputs)
 
 
-def evaluate(nodes: Iterable[fx.Node], values: dict[fx.Node, Any]) -> Any:
-    """The last one's value, from values of what goes into them."""
+def evaluate(nodes: Iterable[fx.Node], given: dict[fx.Node, Tensor]) -> Tensor | None:
+    """The last one's value, from values of what goes into them; None where they cannot be tried without the model."""
+    values: dict[fx.Node, Any] = dict(given)
     found = None
     for n in nodes:
         args, options = fx.map_arg((n.args, n.kwargs), values.__getitem__)
-        target: Any = getattr(args[0], str(n.target)) if n.op == "call_method" else n.target
-        found = values[n] = target(*(args[1:] if n.op == "call_method" else args), **options)
+        try:
+            target: Any = getattr(args[0], str(n.target)) if n.op == "call_method" else n.target
+            found = values[n] = target(*(args[1:] if n.op == "call_method" else args), **options)
+        except Exception:  # an operator of whatever kind, on values made up for it
+            return None
     return found

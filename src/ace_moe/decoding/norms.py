@@ -41,7 +41,9 @@ def norm_of(node: fx.Node) -> Norm | None:
         return None
     (x,), (scale,), (eps,) = xs, scales, constants
     given = drawn([x, scale])
-    found = evaluate(nodes, dict(given))
+    found = evaluate(nodes, given)
+    if found is None:
+        return None
     kinds = [Norm(x, scale, eps, plus, rounded) for plus in (False, True) for rounded in (True, False)]
     same = [equal(kind.reference(given[x], given[scale]), found) for kind in kinds]
     best = max(range(len(kinds)), key=same.__getitem__)

@@ -12,6 +12,7 @@ from .launch import cdiv, early_start, power_of_two
 
 PAIRS = 4096  # sequences × key heads that one workspace serves
 MOST_SPLITS = 16
+TILE = 64  # positions
 
 
 def workspace(device: torch.device) -> Tensor:
@@ -21,8 +22,8 @@ def workspace(device: torch.device) -> Tensor:
 
 def split(positions: int, pairs: int) -> tuple[int, int]:
     """(programs per key head, positions for each): about two programs for each of 132 multiprocessors."""
-    splits = max(1, min(MOST_SPLITS, cdiv(264, pairs), cdiv(positions, 64)))
-    step = cdiv(cdiv(positions, splits), 64) * 64
+    splits = max(1, min(MOST_SPLITS, cdiv(264, pairs), cdiv(positions, TILE)))
+    step = cdiv(cdiv(positions, splits), TILE) * TILE
     return cdiv(positions, step), step
 
 
@@ -67,7 +68,8 @@ def _launch(
         q, k, v, q if mask is None else mask, *token, parts, tops, totals, arrived, y, scale * math.log2(math.e), eps,
         positions, heads, step, q.stride(0), q_head, k.stride(0), k.stride(1), k.stride(2), v.stride(0), v.stride(1),
         v.stride(2), 0 if mask is None else mask.stride(0), *steps, G=group, GP=max(16, power_of_two(group)), D=width,
-        DP=max(16, power_of_two(width)), BS=64, SPLITS=splits, MASKED=mask is not None, **kind, num_warps=4,
+        DP=max(16, power_of_two(width)), BS=TILE, SPLITS=splits, MASKED=mask is not None,
+        SHORT=kind["TOKEN"] and step == TILE, **kind, num_warps=4,
         num_stages=2, **early_start(q.device),
     )  # fmt: skip
     return y

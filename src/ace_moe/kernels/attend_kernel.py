@@ -70,14 +70,15 @@ def attend(
     q, k, v, mask, new_k, new_v, q_scale, k_scale, cos, sin, place, parts, tops, totals, arrived, y, scale, eps, S, H, step,
     q_seq, q_head, k_seq, k_head, k_pos, v_seq, v_head, v_pos, mask_seq, new_k_seq, new_v_seq, turn_seq,
     G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BS: tl.constexpr, SPLITS: tl.constexpr,
-    MASKED: tl.constexpr, TOKEN: tl.constexpr, NORM: tl.constexpr, PLUS: tl.constexpr, ROUNDED: tl.constexpr,
+    MASKED: tl.constexpr, TOKEN: tl.constexpr, SHORT: tl.constexpr, NORM: tl.constexpr, PLUS: tl.constexpr, ROUNDED: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
     """y [B, H · G, D] from q [B, H · G, D], k and v [B, H, S, D], mask [B, S]. Grid (B · H, SPLITS), `step` positions each.
 
     parts [B · H, SPLITS, G, D], tops and totals [B · H, SPLITS, G]; `arrived` [B · H] is zero before and after. TOKEN: q is
     not yet normed and turned, nor are new_k and new_v [B, H, D] in the cache: the program whose share they are in puts them at
-    `place`. Of the cache the rest is then nobody's to write, and read before the kernel in front has ended.
+    `place`. Of the cache the rest is then nobody's to write, and its first tile is read before the kernel in front has ended.
+    SHORT: that is all a program reads of it.
     """
     pair = tl.program_id(0)
     split = tl.program_id(1)
@@ -94,6 +95,8 @@ def attend(
     key, value, seen = _tile(keys, values, mask, begin + tl.arange(0, BS), end, skip, k_pos, v_pos, D, DP, MASKED)
     if EARLY and TOKEN:
         tl.extra.cuda.gdc_wait()
+        if SHORT:
+            tl.extra.cuda.gdc_launch_dependents()
     heads = q + b * q_seq + (h * G + tl.minimum(g, G - 1)) * q_head
     if TOKEN:
         cos += b * turn_seq
@@ -119,7 +122,9 @@ def attend(
         at = start + tl.arange(0, BS)
         key, value, seen = _tile(keys, values, mask, at, end, skip, k_pos, v_pos, D, DP, MASKED)
         top, total, out = _take(query, key, value, seen, top, total, out, scale)
-    if EARLY:  # not before: the kernel behind fetches weights at once, and this one's own loads would queue behind them
+    if (
+        EARLY and not SHORT
+    ):  # not before: the kernel behind fetches weights, and loads of the cache would queue behind them
         tl.extra.cuda.gdc_launch_dependents()
     at = y + (pair * G + g)[:, None] * D + dim[None, :]
     if SPLITS == 1:

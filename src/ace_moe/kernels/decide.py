@@ -48,7 +48,6 @@ def constants(rule: str) -> dict[str, int | float | bool]:
 
 
 TOGETHER = 32  # slots up to which one program has all tokens of a step and needs no second launch
-PAIRED = 256  # experts up to which a single token's scores are held against one another
 ALONE = 2048  # slots up to which every program of the second launch looks at all of them by itself
 
 
@@ -101,14 +100,13 @@ def launch_route(
     ids = torch.empty(tokens, top_k, dtype=ids_dtype, device=logits.device)
     gates = torch.empty(tokens, top_k, dtype=dtype, device=logits.device)
     *votes, vote = _vote(voting, tau, power_of_two(tokens) * power_of_two(top_k))
-    block, lanes = power_of_two(tokens) if vote == 1 else 1 if tokens <= 64 else 16, power_of_two(experts)
-    paired = block == 1 and lanes <= PAIRED
+    block = power_of_two(tokens) if vote == 1 else 1 if tokens <= 64 else 16
     if tokens:
         route_kernel.route[(cdiv(tokens, block),)](
             logits, rows, tau, *_views(tables, tau), factor, counts, *votes, ids, gates, tokens, experts, logits.stride(0),
-            mark, K=top_k, KP=power_of_two(top_k), EP=lanes, BT=block, SIGMOID=sigmoid, NORMALISE=normalise, PAIRED=paired,
-            VOTE=vote, **constants(rule), **early_start(logits.device),
-            num_warps=4 if paired else block if vote == 1 else 1 if block == 1 else 4,
+            mark, K=top_k, KP=power_of_two(top_k), EP=power_of_two(experts), BT=block, SIGMOID=sigmoid,
+            NORMALISE=normalise, VOTE=vote, **constants(rule), **early_start(logits.device),
+            num_warps=block if vote == 1 else 1 if block == 1 else 4,
         )  # fmt: skip
     return _second(ids, gates, rows, factor, counts, voting, mark, experts, rule) if vote == 2 else (ids, gates)
 

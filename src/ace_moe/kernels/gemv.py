@@ -14,7 +14,7 @@ from .launch import cdiv, early_start, power_of_two
 MOST = 4  # matrices
 DEEPEST = 8192  # columns
 WIDE = 2048  # columns of a tile
-HELD = 16384  # weights of a program, all in flight at once
+HELD = 8192  # weights of a program, all in flight at once: with more, its registers leave room for too few programs
 PROGRAMS = 132  # worth having: one for each multiprocessor
 
 

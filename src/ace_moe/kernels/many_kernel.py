@@ -127,7 +127,9 @@ def many_sum(
     """
     token = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * BN + tl.arange(0, BN)
-    total = stand_ins(ids + token * TOP_K, gates + token * TOP_K, mean, n, d, TOP_K, KP, MEAN)
+    total = tl.zeros((BN,), tl.float32)
+    if MEAN:
+        total += tl.sum(stand_ins(ids + token * TOP_K, gates + token * TOP_K, mean, n, d, TOP_K, KP), 0)
     take_turn(EARLY)
     for slot in range(TOP_K):
         e = tl.load(ids + token * TOP_K + slot)

@@ -129,7 +129,9 @@ def one_down(
     total = tl.sum(kept.to(tl.int32), 0)
     h += t * TOP_K * m
     gates += t * TOP_K
-    out = stand_ins(ids + t * TOP_K, gates, mean, n, d, TOP_K, KP, MEAN)
+    out = tl.zeros((BN,), tl.float32)
+    if MEAN:
+        means = stand_ins(ids + t * TOP_K, gates, mean, n, d, TOP_K, KP)
     tiles = ()
     for q in tl.static_range(AHEAD):
         tiles += (
@@ -146,5 +148,7 @@ def one_down(
         out += _weigh(
             tile, q, e, order, total, n, h, gates, s, b, d, m, s_expert, s_row, s_col, KC, KSTEPS, BK, BIAS, QN, QK
         )
+    if MEAN:
+        out += tl.sum(means, 0)
     out = add_row(out.to(y.dtype.element_ty), add + t * d + n, n < d, ADD)
     tl.store(y + t * d + n, out, mask=n < d)
