@@ -12,6 +12,7 @@ NAMES = {
     "fp8": "Qwen3-30B-A3B in FP8 by blocks",
     "mxfp4": "gpt-oss-20b in MXFP4",
     "w4a16": "Qwen3-30B-A3B in 4 bits (GPTQ)",
+    "gemma-4": "Gemma-4-26B-A4B in bf16",
 }
 COLUMNS = ["shape", "kernel", "batch", "vLLM", "0 %", "60 %", "× own 0 %"]
 ABOVE = """\
@@ -28,10 +29,11 @@ def part() -> str:
         for way, tried in own["poison"].items():
             assert tried["same"] and tried["bites"] and tried["finite"] and tried["tensors"], (model, way)
         for row in own["rows"]:
-            for way in ("native", "kernels"):
+            for way in ("native", "kernels", "auto"):
                 if f"{way} 0%" in row["step_ms"]:
                     ms = [row["step_ms"][at] for at in ("vLLM", f"{way} 0%", f"{way} 60%")]
-                    kernel = "ours" if way == "kernels" else own["executors"][way]["kernels"][0]
+                    ours = own["executors"][way]["executor"] == "kernels"
+                    kernel = "ours" if ours else own["executors"][way]["kernels"][0]
                     lines.append([name, kernel, str(row["batch"]), *(f"{v:.2f}" for v in ms), f"{ms[1] / ms[2]:.2f}"])
     layers = " or ".join(str(n) for n in sorted({found[model]["layers"] for model in NAMES}))
     return ABOVE.format(device=found["device"], layers=layers) + table(COLUMNS, lines)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from pages import DOCS, RESULTS, Row, load, percent, table, written
+from pages import DOCS, Row, load, percent, table, written
 
 PAGE = DOCS / "speed.md"
 PAPER = """The paper reports 1.72–2.25× to the first token and 1.31–1.41× per token on A100s. Eager experts loop on the host, so
@@ -39,7 +39,10 @@ def layer_section() -> str:
     skipped = [100 * (1 - row["kept"]) for row in result["rows"] if row["kept"] < 1]
     share = f"{min(skipped):.0f}–{max(skipped):.0f}"
     decisions = [
-        [f"{int(r['tokens']):,}", *(f"{r[n]:.1f}" for n in ("rule_us", "route_and_rule_us", "stock_route_us"))]
+        [
+            f"{int(r['tokens']):,}",
+            *(f"{r.get(n, r.get(f'{n} share')):.1f}" for n in ("rule_us", "route_and_rule_us", "stock_route_us")),
+        ]
         for r in result["deciding"]
     ]
     return f"""## The experts of one layer
@@ -80,10 +83,8 @@ def model_section(name: str, title: str) -> str:
 
 def budgets_section() -> str:
     """Decode steps at 30 % beside 60 %, wherever both were timed in one run."""
-    three = "routing_h200.json"  # every routing, batch and ratio in one run
-    result = load(three if (RESULTS / three).exists() else "restore_h200.json")
-    tracked = [{**r, "routing": "uniform", "facts": {}} for r in result.get("tracked", [])]
-    found = {(r["routing"], r["batch"], r["skip"]): r for r in [*result["rows"], *tracked]}
+    result = load("routing_h200.json")
+    found = {(r["routing"], r["batch"], r["skip"]): r for r in result["rows"]}
     kinds = ["uniform", "flat", "skewed"]
     rows = []
     for routing, batch in sorted({key[:2] for key in found if key[2] == 0.3}, key=lambda k: (kinds.index(k[0]), k[1])):
@@ -111,8 +112,44 @@ nearly every expert is read by some token, and 30 % saves little. Last column: e
 
 
 def _read(row: Row) -> str:
-    facts = row["facts"].get("restored")  # restored slots read nothing more
-    return f"{100 * facts['reads'] / facts['asked']:.0f} %" if facts else "–"
+    facts = row["facts"]["restored"]  # restored slots read nothing more
+    return f"{100 * facts['reads'] / facts['asked']:.0f} %"
+
+
+def fused_section() -> str:
+    """Layers rewritten against compiled as they are; both differ from recording to recording, so another run's are beside."""
+    result, other = load("fused_h200.json"), load("routing_h200.json")
+    apart = {(r["batch"], r["skip"]): r["ms"]["plain"] for r in other["rows"] if r["routing"] == "uniform"}
+    rows = []
+    for r in result["rows"]:
+        plain, fused, again = *(r["ms"][n] for n in ("plain", "fused")), apart[r["batch"], r["skip"]]
+        said = [str(r["batch"]), percent(r["skip"]), f"{plain:.2f}", f"{again:.2f}", f"{fused:.2f}"]
+        rows.append([*said, f"{plain / fused:.2f}×", f"{again / fused:.2f}×"])
+    columns = [
+        "batch",
+        "skipped",
+        "as they are, ms",
+        "in another run",
+        "rewritten",
+        "against the same run",
+        "the other",
+    ]
+    last = next(r for r in result["rows"] if r["batch"] == 1 and r["skip"])["kernels"]["fused"]
+    kernels = [[f"`{name}`", f"{began:.1f}", f"{took:.1f}"] for name, began, took in last]
+    return f"""## Layers rewritten
+
+{result["device"]}, Qwen3-30B-A3B shapes, {result["layers"]} layers. `Decoder` rewrites layers before they are compiled
+([how](architecture.md#how-decoding-is-fast)). Compiled as they are (`fused=False`) they are slower, by how much depends on what
+the compiler's own tuner picked that time: the first column is of the same run, the second of
+[another](../benchmarks/results/routing_h200.json).
+
+    {result["command"]}
+
+{table(columns, rows)}
+One token at 60 %, one layer's kernels in order, µs each began and took, what it waits for the one in front included, under a
+profiler:
+
+{table(["kernel", "began", "took"], kernels)}"""
 
 
 def unions_section() -> str:
@@ -142,7 +179,7 @@ def page() -> str:
         ("latency_cpu.json", "On a CPU: an 86 M-parameter model, two cores"),
     ]
     sections = [model_section(*model) for model in models]
-    parts = [unions_section(), budgets_section(), layer_section(), *sections[:3], PAPER, *sections[3:]]
+    parts = [unions_section(), budgets_section(), fused_section(), layer_section(), *sections[:3], PAPER, *sections[3:]]
     return written(PAGE, measured="\n".join(parts))
 
 

@@ -25,7 +25,10 @@ KNOWN = {  # families that people ask for by the names of their models
     "mixtral": "Mixtral", "olmoe": "OLMoE", "ernie4_5_moe": "Ernie-4.5", "hunyuan_v1_moe": "Hunyuan-A13B",
     "llama4": "Llama-4",
 }  # fmt: skip
-CODED = (("fp8", "qwen3_moe", "fp8 block"), ("mxfp4", "gpt_oss", "mxfp4"), ("w4a16", "qwen3_moe", "gptq symmetric"))
+POISONED = (
+    ("fp8", "qwen3_moe", "fp8 block"), ("mxfp4", "gpt_oss", "mxfp4"), ("w4a16", "qwen3_moe", "gptq symmetric"),
+    ("gemma-4", "gemma4", PLAIN),
+)  # fmt: skip
 Cells = dict[tuple[str, str], dict[tuple[str, str], list[Row]]]
 
 
@@ -45,9 +48,9 @@ def agreed() -> list[Row]:
 
 
 def poisoned() -> list[Row]:
-    """vLLM's quantised kernels, and ours in their place, left alone what no token keeps."""
+    """vLLM's kernels, and ours in their place, left alone what no token keeps."""
     found, cells = load("executors_h200.json"), []
-    for model, family, stored in CODED:
+    for model, family, stored in POISONED:
         tried = found[model]["poison"].values()
         passed = all(t["same"] and t["bites"] and t["finite"] for t in tried)
         cell = {"family": family, "stored": stored, "device": "GPU", "answer": "yes", "why": ""}
