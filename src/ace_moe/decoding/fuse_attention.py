@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx
 
 from ..kernels import attend  # noqa: F401  the operators
-from .nodes import evaluate, flat, new, of_module, value
+from .nodes import evaluate, flat, new, of_module, tensors, value
 from .norms import NEARLY_ALL, Norm, drawn, equal, norm_of
 
 ATTEND, ATTEND_TOKEN = torch.ops.ace_moe.attend.default, torch.ops.ace_moe.attend_token.default
@@ -62,17 +62,17 @@ def _write_of(cache: Any) -> fx.Node | None:
 def _turned(node: Any, angles: int = 2) -> Turned | None:
     """What became this node [B, H, 1, D], if it was only turned by two angles' functions, or by none."""
     nodes, inputs = of_module(node)
+    if not tensors(inputs):
+        return None
     wide = [n for n in inputs if value(n).numel() == value(node).numel()]
     others = [n for n in inputs if n not in wide]
     if len(wide) != 1 or len(others) != angles or {value(n).shape[-1] for n in others} - {value(node).shape[-1]}:
         return None
     given = drawn(inputs)
-    found = evaluate(nodes, given)
+    if (found := evaluate(nodes, given)) is None:
+        return None
     for order in (others, others[::-1]):
-        if (
-            found is not None
-            and equal(_turn(given[wide[0]], found.shape, *(given[n] for n in order)), found) > NEARLY_ALL
-        ):
+        if equal(_turn(given[wide[0]], found.shape, *(given[n] for n in order)), found) > NEARLY_ALL:
             norm = norm_of(wide[0]) if angles else None
             own = norm is not None and value(norm.scale).shape[0] == value(node).shape[-1]
             return Turned(norm.x, norm, tuple(order)) if norm and own else Turned(wide[0], None, tuple(order))

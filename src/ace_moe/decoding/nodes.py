@@ -14,6 +14,12 @@ def value(node: Any) -> Tensor:
     return node.meta["example_value"]
 
 
+def tensors(nodes: Iterable[fx.Node]) -> bool:
+    """Whether all are, and have a last dimension."""
+    found = [n.meta.get("example_value") for n in nodes]
+    return all(isinstance(v, Tensor) and v.dim() > 0 for v in found)
+
+
 def new(graph: fx.Graph, like: Tensor, target: Any, *args: Any, **options: Any) -> fx.Node:
     """A node with the example value later ones look at."""
     node = graph.call_method(target, args) if isinstance(target, str) else graph.call_function(target, args, options)

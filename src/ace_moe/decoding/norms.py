@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from .nodes import evaluate, of_module, value
+from .nodes import evaluate, of_module, tensors, value
 
 LARGEST_EPS = 1e-3
 NEARLY_ALL = 0.98  # equal values from which two formulas are one: a root may be rounded otherwise
@@ -34,6 +34,8 @@ class Norm(NamedTuple):
 def norm_of(node: fx.Node) -> Norm | None:
     """The RMS norm whose result this node is: of one input and one vector, and on random values what one of the kinds gives."""
     nodes, inputs = of_module(node)
+    if not tensors(inputs):
+        return None
     scales = [n for n in inputs if value(n).dim() == 1]
     xs = [n for n in inputs if value(n).shape == value(node).shape]
     constants = {a for n in nodes for a in n.args if isinstance(a, float) and 0 < a < LARGEST_EPS}

@@ -1,7 +1,8 @@
 """Attention of one new token per sequence over its cache, queries grouped by key head.
 
 transformers' SDPA path copies the cache once for every query head before it attends. Here each program reads its share of
-one key head's cache once, for all queries of that head; the last program to arrive joins the shares in order.
+one key head's cache once, for all queries of that head; the last program to arrive joins the shares in order. What else is
+done to the new token on its way (a norm, the turn by its position, the writing of its key and value) can be done here too.
 """
 
 from __future__ import annotations
@@ -38,17 +39,9 @@ def _take(query, key, value, seen, top, total, out, scale):
 
 @triton.jit
 def _turned(
-    x,
-    scale,
-    cos,
-    sin,
-    eps,
-    D: tl.constexpr,
-    DP: tl.constexpr,
-    NORM: tl.constexpr,
-    PLUS: tl.constexpr,
-    ROUNDED: tl.constexpr,
-):
+    x, scale, cos, sin, eps,
+    D: tl.constexpr, DP: tl.constexpr, NORM: tl.constexpr, PLUS: tl.constexpr, ROUNDED: tl.constexpr,
+):  # fmt: skip
     """Heads whose first values x [R] points at, normed and turned by their position: [R, DP]."""
     dim = tl.arange(0, DP)
     first, inside = dim < D // 2, (dim < D)[None, :]
@@ -70,8 +63,8 @@ def attend(
     q, k, v, mask, new_k, new_v, q_scale, k_scale, cos, sin, place, parts, tops, totals, arrived, y, scale, eps, S, H, step,
     q_seq, q_head, k_seq, k_head, k_pos, v_seq, v_head, v_pos, mask_seq, new_k_seq, new_v_seq, turn_seq,
     G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BS: tl.constexpr, SPLITS: tl.constexpr,
-    MASKED: tl.constexpr, TOKEN: tl.constexpr, SHORT: tl.constexpr, NORM: tl.constexpr, PLUS: tl.constexpr, ROUNDED: tl.constexpr,
-    EARLY: tl.constexpr,
+    MASKED: tl.constexpr, TOKEN: tl.constexpr, SHORT: tl.constexpr, NORM: tl.constexpr, PLUS: tl.constexpr,
+    ROUNDED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """y [B, H · G, D] from q [B, H · G, D], k and v [B, H, S, D], mask [B, S]. Grid (B · H, SPLITS), `step` positions each.
 
@@ -122,9 +115,7 @@ def attend(
         at = start + tl.arange(0, BS)
         key, value, seen = _tile(keys, values, mask, at, end, skip, k_pos, v_pos, D, DP, MASKED)
         top, total, out = _take(query, key, value, seen, top, total, out, scale)
-    if (
-        EARLY and not SHORT
-    ):  # not before: the kernel behind fetches weights, and loads of the cache would queue behind them
+    if EARLY and not SHORT:  # not before: the kernel behind fetches weights, and the cache would queue up behind them
         tl.extra.cuda.gdc_launch_dependents()
     at = y + (pair * G + g)[:, None] * D + dim[None, :]
     if SPLITS == 1:

@@ -104,9 +104,8 @@ def _one(x: Tensor, ids: Tensor, gates: Tensor, weights: Weights, mean: Tensor |
         *weights.strides(weights.w_in), *in_factors, b_in.stride(0), TOP_K=k, BESIDE=beside, NEAR=near, **early,
         **_up_options(weights, tiles, d),
     )  # fmt: skip
-    room = (
-        {"maxnreg": 128} if mean is not None and hopper(x.device) else {}
-    )  # registers, or not all programs run at once
+    # With means a thread would want more registers than leave room for all programs at once
+    room = {"maxnreg": 128} if mean is not None and hopper(x.device) else {}
     one_kernel.one_down[down[::-1] if beside else down](
         h, ids, gates, _or(mean, x), _or(add, x), *_near(weights, weights.w_out), s_out, b_out, y, experts, d, m,
         *weights.strides(weights.w_out), *out_factors,
