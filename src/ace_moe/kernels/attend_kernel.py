@@ -59,6 +59,45 @@ def _turned(
 
 
 @triton.jit
+def _own(
+    heads, new_k, new_v, keys, values, q_scale, k_scale, cos, sin, eps, scale, place, begin, end, k_pos, v_pos,
+    GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, NORM: tl.constexpr, PLUS: tl.constexpr, ROUNDED: tl.constexpr,
+):  # fmt: skip
+    """The query [GP, DP], and maximum, sum and values with the new token alone, or of nothing if its place is another's.
+
+    Its key and value go to their place in the cache.
+    """
+    dim, mine = tl.arange(0, DP), (place >= begin) & (place < end)
+    query = _turned(heads, q_scale, cos, sin, eps, D, DP, NORM, PLUS, ROUNDED)
+    key = _turned(new_k + tl.arange(0, 1), k_scale, cos, sin, eps, D, DP, NORM, PLUS, ROUNDED)
+    value = tl.load(new_v + dim, mask=dim < D, other=0.0)
+    tl.store(keys + place * k_pos + tl.arange(0, 1)[:, None] + dim[None, :], key, mask=mine & (dim < D)[None, :])
+    tl.store(values + place * v_pos + dim, value, mask=mine & (dim < D))
+    top = tl.where(mine, tl.sum(query.to(tl.float32) * key.to(tl.float32), 1) * scale, -float("inf"))
+    total = tl.where(mine, 1.0, 0.0) + tl.zeros((GP,), tl.float32)
+    return query, top, total, tl.where(mine, value.to(tl.float32), 0.0)[None, :] + tl.zeros((GP, DP), tl.float32)
+
+
+@triton.jit
+def _joined(parts, tops, totals, pair, g, dim, inside, G: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr):
+    """All programs' shares, in order: [GP, DP]."""
+    highest = tl.full(g.shape, -float("inf"), tl.float32)
+    for other in tl.static_range(SPLITS):
+        line = (pair * SPLITS + other) * G + g
+        found = tl.load(tops + line, mask=g < G, other=-float("inf"), cache_modifier=".cg")
+        highest = tl.maximum(highest, found)
+    joined = tl.zeros(inside.shape, tl.float32)
+    sums = tl.zeros(g.shape, tl.float32)
+    for other in tl.static_range(SPLITS):
+        line = (pair * SPLITS + other) * G + g
+        factor = tl.exp2(tl.load(tops + line, mask=g < G, other=0.0, cache_modifier=".cg") - highest)
+        sums += factor * tl.load(totals + line, mask=g < G, other=1.0, cache_modifier=".cg")
+        part = tl.load(parts + line[:, None] * D + dim[None, :], mask=inside, other=0.0, cache_modifier=".cg")
+        joined += factor[:, None] * part
+    return joined / sums[:, None]
+
+
+@triton.jit
 def attend(
     q, k, v, mask, new_k, new_v, q_scale, k_scale, cos, sin, place, parts, tops, totals, arrived, y, scale, eps, S, H, step,
     q_seq, q_head, k_seq, k_head, k_pos, v_seq, v_head, v_pos, mask_seq, new_k_seq, new_v_seq, turn_seq,
@@ -82,29 +121,21 @@ def attend(
     keys = k + b.to(tl.int64) * k_seq + h * k_head
     values = v + b.to(tl.int64) * v_seq + h * v_head
     mask += b * mask_seq
-    skip = tl.load(place) if TOKEN else -1
+    own = tl.load(place) if TOKEN else -1
     if EARLY and not TOKEN:
         tl.extra.cuda.gdc_wait()
-    key, value, seen = _tile(keys, values, mask, begin + tl.arange(0, BS), end, skip, k_pos, v_pos, D, DP, MASKED)
+    key, value, seen = _tile(keys, values, mask, begin + tl.arange(0, BS), end, own, k_pos, v_pos, D, DP, MASKED)
     if EARLY and TOKEN:
         tl.extra.cuda.gdc_wait()
         if SHORT:
             tl.extra.cuda.gdc_launch_dependents()
     heads = q + b * q_seq + (h * G + tl.minimum(g, G - 1)) * q_head
     if TOKEN:
-        cos += b * turn_seq
-        sin += b * turn_seq
-        query = _turned(heads, q_scale, cos, sin, eps, D, DP, NORM, PLUS, ROUNDED)
-        own = new_k + b * new_k_seq + h * D + tl.arange(0, 1)
-        own_key = _turned(own, k_scale, cos, sin, eps, D, DP, NORM, PLUS, ROUNDED)
-        own_value = tl.load(new_v + b * new_v_seq + h * D + dim, mask=dim < D, other=0.0)
-        mine = (skip >= begin) & (skip < end)
-        top = tl.sum(query.to(tl.float32) * own_key.to(tl.float32), 1) * scale
-        top = tl.where(mine, top, -float("inf"))
-        total = tl.where(mine, 1.0, 0.0) + tl.zeros((GP,), tl.float32)
-        out = tl.where(mine, own_value.to(tl.float32), 0.0)[None, :] + tl.zeros((GP, DP), tl.float32)
-        tl.store(keys + skip * k_pos + tl.arange(0, 1)[:, None] + dim[None, :], own_key, mask=mine & (dim < D)[None, :])
-        tl.store(values + skip * v_pos + dim, own_value, mask=mine & (dim < D))
+        query, top, total, out = _own(
+            heads, new_k + b * new_k_seq + h * D, new_v + b * new_v_seq + h * D, keys, values, q_scale, k_scale,
+            cos + b * turn_seq, sin + b * turn_seq, eps, scale, own, begin, end, k_pos, v_pos,
+            GP, D, DP, NORM, PLUS, ROUNDED,
+        )  # fmt: skip
     else:
         query = tl.load(heads[:, None] + dim[None, :], mask=inside, other=0.0)
         top = tl.full((GP,), -float("inf"), tl.float32)
@@ -113,7 +144,7 @@ def attend(
     top, total, out = _take(query, key, value, seen, top, total, out, scale)
     for start in range(begin + BS, end, BS):
         at = start + tl.arange(0, BS)
-        key, value, seen = _tile(keys, values, mask, at, end, skip, k_pos, v_pos, D, DP, MASKED)
+        key, value, seen = _tile(keys, values, mask, at, end, own, k_pos, v_pos, D, DP, MASKED)
         top, total, out = _take(query, key, value, seen, top, total, out, scale)
     if EARLY and not SHORT:  # not before: the kernel behind fetches weights, and the cache would queue up behind them
         tl.extra.cuda.gdc_launch_dependents()
@@ -127,18 +158,6 @@ def attend(
         tl.store(totals + row, total, mask=g < G)
         tl.debug_barrier()
         if tl.atomic_add(arrived + pair, 1, sem="acq_rel") == SPLITS - 1:
-            highest = tl.full((GP,), -float("inf"), tl.float32)
-            for other in tl.static_range(SPLITS):
-                line = (pair * SPLITS + other) * G + g
-                found = tl.load(tops + line, mask=g < G, other=-float("inf"), cache_modifier=".cg")
-                highest = tl.maximum(highest, found)
-            joined = tl.zeros((GP, DP), tl.float32)
-            sums = tl.zeros((GP,), tl.float32)
-            for other in tl.static_range(SPLITS):
-                line = (pair * SPLITS + other) * G + g
-                factor = tl.exp2(tl.load(tops + line, mask=g < G, other=0.0, cache_modifier=".cg") - highest)
-                sums += factor * tl.load(totals + line, mask=g < G, other=1.0, cache_modifier=".cg")
-                part = tl.load(parts + line[:, None] * D + dim[None, :], mask=inside, other=0.0, cache_modifier=".cg")
-                joined += factor[:, None] * part
-            tl.store(at, (joined / sums[:, None]).to(y.dtype.element_ty), mask=inside)
+            joined = _joined(parts, tops, totals, pair, g, dim, inside, G, D, SPLITS)
+            tl.store(at, joined.to(y.dtype.element_ty), mask=inside)
             tl.store(arrived + pair, 0)
