@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -69,41 +71,50 @@ def bench(
     loaded = _model(model, shape, layers, device, [*prompts, *batches], len(paths) + 2)
     router = shape_routers(loaded, routing, union) if shape is not None else None
     windows = None if text is None else load_windows(loaded, load_tokenizer(str(model)), text, window, tokens)
-    ceiling = read_rate(loaded.device)
-    found: list[Row] = []
-    record = provenance(loaded.device, made_of(plan, text))
-
-    def say(row: Row) -> None:
-        found.append(row)
-        if output is not None:
-            replace_whole(output, (json.dumps(stored(), indent=1) + "\n").encode())
-        if not as_json:
-            out.print(_line(row), highlight=False)
-
-    expected = None if router is None else router.union
-    timer = Bench(loaded, ratios, say, Plan.load(plan) if plan else None, windows, expected)
+    record, ceiling = provenance(loaded.device, made_of(plan, text)), read_rate(loaded.device)
     facts: dict[str, Any] = {"routing": _routing_facts(routing, router)} if shape else {}
+    told = Told(output, as_json, lambda rows: result(record, rows, ceiling, **facts))
+    expected = None if router is None else router.union
+    timer = Bench(loaded, ratios, told.add, Plan.load(plan) if plan else None, windows, expected)
     if text is not None:
         facts["fidelity"] = {"text": text.name, "ratios": {str(r): f for r, f in timer.fidelity.items()}}
-
-    def stored() -> dict[str, Any]:
-        return result(record, found, ceiling, **facts)
-
     for size in prompts:
         list(timer.prefill(*size, paths))
     for length, batch in batches:
         list(timer.decode(batch, paths, length))
-    if timer.why:
-        note(f"Run without graphs, decode steps by `generate`: {timer.why}")
-    if shape is not None and any(row.valid is False for row in found):
+    _notes(timer.why, told.rows, routing if shape else None)
+    if as_json:
+        print_json(told.about(told.rows))
+    else:
+        out.print(latency_table(told.rows))
+    if chart is not None:
+        draw(told.rows, chart)
+
+
+@dataclass
+class Told:
+    """Rows as they come: each is printed, and the file is whole after each."""
+
+    path: Path | None
+    quiet: bool
+    about: Callable[[list[Row]], dict[str, Any]]  # the whole result
+    rows: list[Row] = field(default_factory=list)
+
+    def add(self, row: Row) -> None:
+        self.rows.append(row)
+        if self.path is not None:
+            replace_whole(self.path, (json.dumps(self.about(self.rows), indent=1) + "\n").encode())
+        if not self.quiet:
+            out.print(_line(row), highlight=False)
+
+
+def _notes(why: str | None, rows: list[Row], routing: str | None) -> None:
+    """What the reader of the times must know; `routing` of random weights."""
+    if why:
+        note(f"Run without graphs, decode steps by `generate`: {why}")
+    if routing is not None and any(row.valid is False for row in rows):
         reads = f"the experts that {routing} routing reads"
         note(f"More than 5 % from {reads} in some rows: their times are of another routing.")
-    if as_json:
-        print_json(stored())
-    else:
-        out.print(latency_table(found))
-    if chart is not None:
-        draw(found, chart)
 
 
 def _check(model: str | None, shape: str | None, routing: str, union: float | None, text: Path | None) -> None:

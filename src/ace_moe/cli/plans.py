@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -33,6 +33,40 @@ Texts = Annotated[list[Path] | None, option(TEXTS)]
 Out = Annotated[Path, option("Where the plan goes.", "--out", "--output", "-o")]
 
 
+@dataclass(frozen=True)
+class Aim:
+    """A budget in other words, found on each text."""
+
+    max_kl: Annotated[float | None, option(MAX_KL)] = None
+    reads: Annotated[float | None, option(READS)] = None
+    sequences: Annotated[int, option("Sequences of a decode step, for --reads.")] = 16
+
+    @property
+    def given(self) -> bool:
+        return self.max_kl is not None or self.reads is not None
+
+    def check(self) -> None:
+        if self.max_kl is not None and not 0 < self.max_kl < math.inf:
+            raise BudgetError(f"--max-kl is a number of nats above 0, such as 0.05; not {self.max_kl:g}.")
+        if self.reads is not None and (not 0 < self.reads < 1 or self.sequences < 1 or self.max_kl is not None):
+            raise BudgetError(
+                "--reads is a part of the experts between 0 and 1, for one or more --sequences, without --max-kl."
+            )
+
+    def found(self, model: Any, plan: Plan, policy: Any, windows: Any, batch: int) -> tuple[list[float], Plan]:
+        """The budget, if there is one, and the plan with what was measured on the way."""
+        from ..planning import least_reading, most_within
+
+        if self.max_kl is not None:
+            ratio, plan = most_within(model, plan, policy, windows, self.max_kl, batch)
+            note(f"{ratio:.0%} can be skipped within a KL of {self.max_kl:g} on {windows.workload.name}")
+        else:
+            assert self.reads is not None
+            ratio, plan = least_reading(model, plan, policy, windows, self.reads, self.sequences)
+            note(f"{ratio:.0%} skipped reads at most {self.reads:.0%} of the experts of {self.sequences} sequences")
+        return [ratio] if ratio else [], plan
+
+
 @command(epilog="Example: ace plan Qwen/Qwen3-30B-A3B --text sample.txt")
 def plan(
     model: opt.Model,
@@ -59,7 +93,7 @@ def plan(
         for path in text or ():
             read_text(path)
         tables(model, output, quiet=True)
-    budget(model, output, deciding, loading, text, budgets, window=window, tokens=tokens, as_json=as_json)
+    budget(model, output, deciding, loading, Aim(), text, budgets, window=window, tokens=tokens, as_json=as_json)
     if not as_json:
         say(f"Next: ace run {opt.as_typed(model)} --plan {output} --beside --prompt TEXT")
 
@@ -144,11 +178,9 @@ def budget(
     plan: opt.PlanPath,
     deciding: Deciding,
     loading: Loading,
+    aim: Aim,
     text: Texts = None,
     budgets: opt.Budgets = EVERY,
-    max_kl: Annotated[float | None, option(MAX_KL)] = None,
-    reads: Annotated[float | None, option(READS)] = None,
-    sequences: Annotated[int, option("Sequences of a decode step, for --reads.")] = 16,
     window: opt.Window = 1024,
     tokens: opt.Tokens = 65536,
     batch: opt.Batch = 1,
@@ -168,7 +200,7 @@ def budget(
     """
     from ..checkpoint import MoEModel
     from ..plan import Plan, update
-    from ..planning import least_reading, map_budgets, most_within, texts_for
+    from ..planning import map_budgets, texts_for
     from ..planning.unfinished import Partial
     from ..provenance import provenance
     from ..runtime.settings import check_budget, check_tables, policy_for
@@ -181,15 +213,12 @@ def budget(
     show.check_writable(plan)
     check_texts(text or (), window, tokens, batch)
     warn_of_loss([] if budgets == EVERY else wanted, quiet)  # a whole curve is no wish
-    if max_kl is not None and not 0 < max_kl < math.inf:
-        raise BudgetError(f"--max-kl is a number of nats above 0, such as 0.05; not {max_kl:g}.")
-    if reads is not None and (not 0 < reads < 1 or sequences < 1 or max_kl is not None):
-        raise BudgetError(
-            "--reads is a part of the experts between 0 and 1, for one or more --sequences, without --max-kl."
-        )
+    aim.check()
     loaded = loading.load(model)
     workloads = texts_for(loaded, model, text or (), window, tokens)
     had = read.check_model(MoEModel.of(loaded).fingerprint(), allow_other_weights)
+    if aim.max_kl is not None:
+        correct = False  # the threshold that was judged, not one beside it
     how: dict[str, Any] = {"correct": correct, "again": again, "judged": fidelity, "partial": Partial(plan)}
     record = provenance(loaded.device, made_of(*text or ()))
     every, passes, before = [], 0, had
@@ -199,14 +228,8 @@ def budget(
         update(plan, read, now if now == before else replace(now, made=(*before.made, record)))
 
     for windows in workloads:
-        if max_kl is not None:
-            most, had = most_within(loaded, had, made, windows, max_kl, batch)
-            note(f"{most:.0%} can be skipped within a KL of {max_kl:g} on {windows.workload.name}")
-            wanted, how["correct"] = [most] if most else [], False  # the threshold that was judged, not one beside it
-        if reads is not None:
-            least, had = least_reading(loaded, had, made, windows, reads, sequences)
-            note(f"{least:.0%} skipped reads at most {reads:.0%} of the experts of {sequences} sequences")
-            wanted = [least] if least else []
+        if aim.given:
+            wanted, had = aim.found(loaded, had, made, windows, batch)
         mapped = map_budgets(loaded, had, made, windows, wanted, save=save, batch=batch, **how)
         had = mapped.plan.with_default(windows.workload) if default else mapped.plan
         save(had)

@@ -16,6 +16,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 IMPLEMENTATION = "ace_decode"
+DEVICES = ("cuda",)  # where the kernel runs
 UNKNOWN = ("softcap", "s_aux", "position_bias")  # arguments that change the formula
 
 
@@ -32,7 +33,11 @@ def workspace(device: torch.device) -> Tensor:
 
 
 def _one_token(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: dict[str, Any]) -> bool:
-    if query.device.type != "cuda" or query.shape[2] != 1 or any(options.get(name) is not None for name in UNKNOWN):
+    if (
+        query.device.type not in DEVICES
+        or query.shape[2] != 1
+        or any(options.get(name) is not None for name in UNKNOWN)
+    ):
         return False
     if mask is not None and (mask.dtype != torch.bool or mask.shape[1] != 1 or mask.stride(-1) != 1):
         return False

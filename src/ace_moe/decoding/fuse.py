@@ -25,6 +25,7 @@ from .norms import norm_of
 LINEAR = torch.nn.functional.linear
 GEMV, EXPERTS = torch.ops.ace_moe.gemv.default, torch.ops.ace_moe.experts.default
 SUMS = (operator.add, operator.iadd, torch.add)
+NARROW = 2  # bytes of a weight up to which a program holds its rows
 
 
 def fuse(graph: fx.Graph) -> None:
@@ -46,7 +47,7 @@ def _siblings(graph: fx.Graph) -> list[list[fx.Node]]:
     groups: dict[fx.Node, list[fx.Node]] = {}
     for node in graph.find_nodes(op="call_function", target=LINEAR):
         x, weight = value(node.args[0]), node.args[1]
-        one = x.numel() == x.shape[-1] <= DEEPEST and x.element_size() == 2
+        one = x.numel() == x.shape[-1] <= DEEPEST and x.element_size() <= NARROW
         if one and weight.op == "placeholder" and _is_plain(value(weight), x.dtype):
             groups.setdefault(source(node.args[0]), []).append(node)
     return list(groups.values())
@@ -70,9 +71,10 @@ def _join(graph: fx.Graph, linears: list[fx.Node]) -> None:
         both = new(graph, value(x), GEMV, x, matrices, **options)
         y = new(graph, value(x), operator.getitem, both, 0)
         for linear, part in zip(linears, _parts(graph, y, linears), strict=True):
-            (total or linear).replace_all_uses_with(part)
-    if total:
-        graph.erase_node(total)
+            if total is None:
+                linear.replace_all_uses_with(part)
+            else:
+                _stand_for(graph, part, total, linear)
     for linear in linears:
         erase(graph, linear)
     if norm and given.users:  # others need it too
@@ -111,6 +113,16 @@ def _sum_of(node: fx.Node) -> tuple[fx.Node, fx.Node] | tuple[None, None]:
     return total, other
 
 
+def _stand_for(graph: fx.Graph, y: fx.Node, total: fx.Node, node: fx.Node) -> None:
+    """Put y in the place of a sum; the sum and the views between it and the node whose result it had are no more."""
+    total.replace_all_uses_with(new(graph, value(total), "reshape", y, tuple(value(total).shape)))
+    between = next(n for n in total.all_input_nodes if source(n) is node)
+    graph.erase_node(total)
+    while between is not node:
+        between, gone = between.args[0], between  # type: ignore[assignment]
+        graph.erase_node(gone)
+
+
 # ---- experts --------------------------------------------------------------------------------------------------------
 
 
@@ -122,10 +134,5 @@ def _add_to(graph: fx.Graph, experts: fx.Node) -> None:
     with graph.inserting_before(total):
         added = flat(graph, other)
         y = new(graph, value(added), EXPERTS, *experts.args, **{**experts.kwargs, "add": added})
-        total.replace_all_uses_with(new(graph, value(total), "reshape", y, tuple(value(total).shape)))
-    below: Any = total.args[0] if total.args[1] is other else total.args[1]
-    graph.erase_node(total)
-    while below is not experts:
-        below, gone = below.args[0], below
-        graph.erase_node(gone)
+        _stand_for(graph, y, total, experts)
     graph.erase_node(experts)
