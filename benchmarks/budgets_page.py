@@ -17,7 +17,8 @@ against the unskipped model, the same threshold with and without (small models; 
 {quality}
 What it costs: a recorded decode step of Qwen3-30B-A3B shapes (48 layers, bf16, random weights, one {device}), the same
 threshold with and without, timed in turn. `own 0 %` is the plain rule with nothing skipped. Skewed routing is made so that 16
-tokens read about 49 of 128 experts, an assumption ([speed](speed.md#routing)); uniform routing reads 82.
+tokens read about 49 of 128 experts, an assumption ([speed](speed.md#routing)); uniform routing reads 82. Layers were compiled as
+they are, not [rewritten](speed.md#layers-rewritten), which is the default since.
 
 {speed}"""
 TRACKED = """Moving the thresholds of 48 layers takes {moving} µs a step (one {device}).

@@ -15,52 +15,34 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from running import in_turn, made_here, parser, settled, store
+from restore import Way
+from running import bare_plan, in_turn, made_here, parser, settled, store
 
-from ace_moe import ACE
-from ace_moe.bench.latency import STEPS, Steps
 from ace_moe.bench.shapes import build
-from ace_moe.bench.tokens import random_tokens
-from ace_moe.checkpoint import MoEModel
-from ace_moe.plan import Plan
 
-ROUNDS, PROMPT = 9, 256
+ROUNDS = 9
 
 
-class Way:
-    """A recorded decode step."""
+def recorded(model: Any, plan: Any, batch: int, fused: bool) -> Way:
+    torch._dynamo.reset()
+    return Way(model, plan, batch, {}, fused=fused)
 
-    def __init__(self, model: Any, plan: Plan, batch: int, fused: bool):
-        torch._dynamo.reset()
-        self.ace = ACE(plan, policy="share")
-        with self.ace(model):
-            self.steps = Steps(model, random_tokens(model)(batch, PROMPT + STEPS), fused=fused)
 
-    def time(self, tau: float) -> float:
-        self.ace.runtime.set(torch.full((3,), tau))
-        self.ace.reset()
-        found = self.steps.time(1)
-        return found.wall if found.gpu is None else found.gpu
+def kernels(way: Way, tau: float) -> list[tuple[str, float, float]]:
+    """(name, began, took) of the kernels between two attentions in the middle of a step."""
+    from torch.profiler import ProfilerActivity, profile
 
-    def skipped(self, tau: float) -> float:
-        self.time(tau)
-        return self.ace.report()["decode"]["skipped"]
-
-    def kernels(self, tau: float) -> list[tuple[str, float, float]]:
-        """(name, began, took) of the kernels between two attentions in the middle of a step."""
-        from torch.profiler import ProfilerActivity, profile
-
-        self.time(tau)
-        self.steps.rewind()
-        with profile(activities=[ProfilerActivity.CUDA]) as seen:
-            self.steps.run()
-            torch.cuda.synchronize()
-        ran = [(e.name, e.time_range) for e in seen.events() if e.device_type.name == "CUDA"]
-        ran.sort(key=lambda one: one[1].start)
-        marks = [i for i, (name, _) in enumerate(ran) if name == "attend"]
-        first, last = list(pairwise(marks))[len(marks) // 2]
-        start = ran[first][1].start
-        return [(name[:60], t.start - start, t.end - t.start) for name, t in ran[first:last]]
+    way.time(tau)
+    way.steps.rewind()
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        way.steps.run()
+        torch.cuda.synchronize()
+    ran = [(e.name, e.time_range) for e in seen.events() if e.device_type.name == "CUDA"]
+    ran.sort(key=lambda one: one[1].start)
+    marks = [i for i, (name, _) in enumerate(ran) if name == "attend"]
+    first, last = list(pairwise(marks))[len(marks) // 2]
+    start = ran[first][1].start
+    return [(name[:60], t.start - start, t.end - t.start) for name, t in ran[first:last]]
 
 
 def main() -> None:
@@ -68,20 +50,19 @@ def main() -> None:
     made.add_argument("--layers", type=int)
     options = made.parse_args()
     model, rows = build(options.shape, options.device, options.layers), []
-    moe = MoEModel.of(model)
-    plan = Plan({site.key: {} for site in moe.sites}, moe.fingerprint(), options.shape)
+    plan = bare_plan(model, options.shape)
     for batch in options.batches:
-        ways = {name: Way(model, plan, batch, name == "fused") for name in ("plain", "fused")}
+        ways = {name: recorded(model, plan, batch, name == "fused") for name in ("plain", "fused")}
         for skip in options.skip:
             tau = settled(ways["plain"].skipped, skip, 12)
             times = in_turn({name: partial(way.time, tau) for name, way in ways.items()}, ROUNDS)
             ms = {name: statistics.median(found) for name, found in times.items()}
             row: dict[str, Any] = {"shape": options.shape, "batch": batch, "skip": skip, "threshold": tau, "ms": ms}
             row |= {"skipped": {name: way.ace.report()["decode"]["skipped"] for name, way in ways.items()}}
-            row |= {"kernels": {name: way.kernels(tau) for name, way in ways.items()}} if options.profile else {}
+            row |= {"kernels": {name: kernels(way, tau) for name, way in ways.items()}} if options.profile else {}
             print(f"batch {batch} skip {skip:.0%} {ms} = {ms['plain'] / ms['fused']:.3f}x", flush=True)
             rows.append(row)
-            store(options.out, made_here(layers=len(moe.sites), rows=rows))
+            store(options.out, made_here(layers=len(plan.tables), rows=rows))
 
 
 if __name__ == "__main__":

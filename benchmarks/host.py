@@ -10,23 +10,20 @@ routing the copies are the experts that a prompt used most.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-import sys
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
+from running import bare_plan, in_turn, made_here, parser, settled, store
 
 from ace_moe import ACE
 from ace_moe.bench.latency import STEPS, Steps, once
 from ace_moe.bench.routers import shape_routers
 from ace_moe.bench.shapes import build
 from ace_moe.bench.tokens import random_tokens
-from ace_moe.checkpoint import MoEModel
 from ace_moe.integrations.transformers.experts import HOST
 from ace_moe.integrations.transformers.host import hosted, place_experts, settle
-from ace_moe.plan import Plan
 
 PROMPT, ROUNDS = 256, 5
 
@@ -45,8 +42,7 @@ class Way:
     def __init__(self, options: argparse.Namespace, routing: str, batch: int, resident: float | None):
         self.model = build(options.shape, "cuda", options.layers)
         shape_routers(self.model, routing)
-        moe = MoEModel.of(self.model)
-        plan = Plan({site.key: {} for site in moe.sites}, moe.fingerprint(), options.shape)
+        plan = bare_plan(self.model, options.shape)
         if resident is not None:
             place_experts(self.model, "cuda", resident)
         self.ace = ACE(plan, policy="share", reads=True)
@@ -60,8 +56,11 @@ class Way:
     def time(self, tau: float) -> float:
         self.ace.set_threshold(tau)
         self.ace.reset()
-        found = self.steps.time(2)
-        return found.wall if found.gpu is None else found.gpu
+        return self.steps.time(2).ms
+
+    def skipped(self, tau: float) -> float:
+        self.time(tau)
+        return self.ace.report()["decode"]["skipped"]
 
     def far(self, batch: int) -> float:
         """Bytes of experts without a copy that a step needs: what each layer keeps in torch, on the same tokens."""
@@ -101,39 +100,18 @@ def _far(row: torch.Tensor, routing: Any, decision: Any) -> float:
     return float((row[kept] < 0).float().mean())
 
 
-def settled(way: Way, skip: float) -> float:
-    low, high = 0.0, 1.0
-    for _ in range(10 if skip else 0):
-        middle = (low + high) / 2
-        way.time(middle)
-        low, high = (middle, high) if way.ace.report()["decode"]["skipped"] < skip else (low, middle)
-    return high if skip else 0.0
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", default="qwen3-30b-a3b")
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--routing", nargs="+", default=["uniform", "skewed"])
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 4])
-    parser.add_argument("--skip", type=float, nargs="+", default=[0.0, 0.6])
-    parser.add_argument("-o", "--out", type=Path)
-    options = parser.parse_args()
+    sizes: dict[str, Any] = {"routing": ["uniform", "skewed"], "batches": [1, 4], "skip": [0.0, 0.6]}
+    options = parser(__doc__, shape="qwen3-30b-a3b", layers=4, **sizes).parse_args()
     rate, rows = copy_rate(), []
     print(f"pinned copy {rate / 1e9:.1f} GB/s", flush=True)
     for routing, batch in ((r, b) for r in options.routing for b in options.batches):
         torch._dynamo.reset()
-        ways = {
-            "host": Way(options, routing, batch, 0.0),
-            "half": Way(options, routing, batch, 0.5),
-            "gpu": Way(options, routing, batch, None),
-        }
+        places = {"host": 0.0, "half": 0.5, "gpu": None}
+        ways = {name: Way(options, routing, batch, resident) for name, resident in places.items()}
         for skip in options.skip:
-            tau = settled(ways["gpu"], skip)
-            times = {name: [way.time(tau)] for name, way in ways.items()}
-            for _ in range(ROUNDS):
-                for name, way in ways.items():
-                    times[name].append(way.time(tau))
+            tau = settled(ways["gpu"].skipped, skip, 10)
+            times = in_turn({name: partial(way.time, tau) for name, way in ways.items()}, ROUNDS)
             row: dict[str, Any] = {"routing": routing, "batch": batch, "skip": skip, "threshold": tau}
             row["ms"] = {name: statistics.median(found) for name, found in times.items()}
             row["skipped"] = {name: way.ace.report()["decode"]["skipped"] for name, way in ways.items()}
@@ -142,13 +120,7 @@ def main() -> None:
             rows.append(row)
             text = "  ".join(f"{n} {ms:.3f} ms {row['rate'].get(n, 0) / rate:.0%}" for n, ms in row["ms"].items())
             print(f"{routing:8} batch {batch} skip {skip:.0%}: {text}", flush=True)
-            if options.out:
-                facts = {
-                    "command": "python benchmarks/host.py " + " ".join(a.rpartition("/")[2] for a in sys.argv[1:]),
-                    "copy_rate": rate,
-                }
-                facts["device"] = torch.cuda.get_device_name()
-                options.out.write_text(json.dumps({**facts, "rows": rows}, indent=1) + "\n")
+            store(options.out, made_here(copy_rate=rate, rows=rows))
         del ways
 
 

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from running import in_turn, made_here, parser, settled, store
+from running import bare_plan, in_turn, made_here, parser, settled, store
 
 from ace_moe import ACE
 from ace_moe.bench.latency import STEPS, Steps
@@ -34,22 +34,22 @@ ROUNDS, PROMPT = 5, 256
 class Way:
     """A recorded decode step of one way to decide. The model is detached again: a graph needs tensors alone."""
 
-    def __init__(self, model: Any, plan: Plan, batch: int, options: dict[str, Any]):
+    def __init__(self, model: Any, plan: Plan, batch: int, options: dict[str, Any], **steps: Any):
+        """`steps` go to the decoder."""
         self.ace = ACE(plan, 0.5 if "control" in options else 0.0, policy="share", **options)
         self.slots = batch * MoEModel.of(model).sites[0].top_k
         with self.ace(model):
-            self.steps = Steps(model, random_tokens(model)(batch, PROMPT + STEPS))
+            self.steps = Steps(model, random_tokens(model)(batch, PROMPT + STEPS), **steps)
 
-    def time(self, tau: float, skip: float) -> float:
+    def time(self, tau: float, skip: float = 0.0) -> float:
         """Milliseconds; a way that tracks starts from the same threshold and keeps the ratio."""
         targets = torch.full((3,), skip) if self.ace.control == "track" and skip else None
         self.ace.runtime.set(torch.full((3,), tau), targets=targets)
         self.ace.reset()
-        found = self.steps.time(1)
-        return found.wall if found.gpu is None else found.gpu
+        return self.steps.time(1).ms
 
     def skipped(self, tau: float) -> float:
-        self.time(tau, 0.0)
+        self.time(tau)
         return self.ace.report()["decode"]["skipped"]
 
     def facts(self) -> dict[str, Any]:
@@ -96,8 +96,7 @@ def main() -> None:
     base = 0.0
     for routing in options.routing:
         shape_routers(model, routing)
-        moe = MoEModel.of(model)
-        plan = Plan({site.key: {} for site in moe.sites}, moe.fingerprint(), options.shape)
+        plan = bare_plan(model, options.shape)
         for batch in options.batches:
             torch._dynamo.reset()
             tracked = batch in options.tracked and routing == "uniform"
@@ -109,7 +108,7 @@ def main() -> None:
                 base = base if skip else row["ms"]["plain"]
                 say(row, base)
                 rows.append(row)
-                record = {"layers": len(moe.sites), "provenance": provenance(options.device)}
+                record = {"layers": len(plan.tables), "provenance": provenance(options.device)}
                 store(options.out, made_here(**record, rows=rows))
 
 

@@ -60,6 +60,15 @@ def store(path: Path | None, result: Mapping[str, Any]) -> None:
         write_whole(path, (json.dumps(result, indent=1) + "\n").encode(), "The result")
 
 
+def bare_plan(model: Any, name: str) -> Any:
+    """A plan without tables, for policies that need none: of random weights they would say nothing."""
+    from ace_moe.checkpoint import MoEModel
+    from ace_moe.plan import Plan
+
+    moe = MoEModel.of(model)
+    return Plan({site.key: {} for site in moe.sites}, moe.fingerprint(), name)
+
+
 # ---- timing -------------------------------------------------------------------------------------------------------------
 
 

@@ -38,13 +38,8 @@ def layer_section() -> str:
                "of read bandwidth", "time left / bytes left"]  # fmt: skip
     skipped = [100 * (1 - row["kept"]) for row in result["rows"] if row["kept"] < 1]
     share = f"{min(skipped):.0f}–{max(skipped):.0f}"
-    decisions = [
-        [
-            f"{int(r['tokens']):,}",
-            *(f"{r.get(n, r.get(f'{n} share')):.1f}" for n in ("rule_us", "route_and_rule_us", "stock_route_us")),
-        ]
-        for r in result["deciding"]
-    ]
+    names, decided = ("rule_us share", "route_and_rule_us share", "stock_route_us"), load("deciding_h200.json")
+    decisions = [[f"{int(r['tokens']):,}", *(f"{r[n]:.1f}" for n in names)] for r in decided["deciding"]]
     return f"""## The experts of one layer
 
 {result["device"]}, Qwen3-30B-A3B shapes, bf16, uniform routing, µs; each time is a CUDA graph over eight layers' distinct
@@ -57,6 +52,8 @@ Skipped are {share} % of the slots: a token runs whole slots. Up to two tokens s
 bytes at the read ceiling do not explain. From 1,024 tokens on every expert is needed and products count instead of bytes.
 
 Deciding which slots run, µs: the rule alone, routing and rule in one kernel, and stock's softmax and top-k for comparison.
+
+    {decided["command"]}
 
 {table(["tokens", "rule", "routing and rule", "stock routing"], decisions)}"""
 

@@ -13,6 +13,12 @@ def test_the_page_is_the_stored_results():
     assert speed_page.PAGE.read_text() == speed_page.page()
 
 
+def test_decoders_are_as_near_to_fp32_as_the_page_says():
+    rows = speed_page.load("decoder_h200.json")["rows"]
+    assert {r["family"] for r in rows} == {"qwen3-30b-a3b", "qwen3.6-35b-a3b", "gemma-4-26b-a4b"}
+    assert all(r["graph"] and r["fused"] and r["error"] <= 1.25 * r["plain"] for r in rows)
+
+
 def test_its_commands_exist():
     """Every result names a command of ours."""
     for name in ("layer_h200.json", "latency_cpu.json"):

@@ -9,10 +9,11 @@ from hypothesis import strategies as st
 
 import zoo
 from ace_moe import ACE, build_plan
-from ace_moe.decoding import Decoder, attention, layerwise
+from ace_moe.decoding import Decoder, attention, layerwise, nodes
 from ace_moe.decoding import fuse as fuse_module
 from ace_moe.decoding.fuse import ATTEND, EXPERTS, GEMV, LINEAR, SUMS, fuse
 from ace_moe.decoding.fuse_attention import ATTEND_TOKEN
+from ace_moe.errors import IntegrationError
 from ace_moe.kernels import gemv as gemv_module
 from ace_moe.kernels.gemv import gemv, tile
 
@@ -130,11 +131,13 @@ def test_a_token_goes_into_the_attention_as_its_product_gave_it(family, taken, b
 def test_every_family_says_the_same_rewritten(family, batch, monkeypatch):
     """In fp32, where all that is left is the order of sums. afmoe adds a view of a product."""
     monkeypatch.setattr(fuse_module, "NARROW", 4)
+    model = zoo.build(family)
+    if model.get_output_embeddings() is None:
+        pytest.skip("it writes nothing")
     try:
-        model = attending(zoo.build(family), monkeypatch)
-        expected, before = steps(model, batch, False, monkeypatch)
-    except Exception as error:  # not a decoder, or one that is refused
-        pytest.skip(f"{type(error).__name__}: {error}")
+        expected, before = steps(attending(model, monkeypatch), batch, False, monkeypatch)
+    except IntegrationError as error:
+        pytest.skip(f"refused: {error}")
     found, after = steps(model, batch, True, monkeypatch)
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
     assert batch > 1 or sum(count(after, LINEAR)) < sum(count(before, LINEAR))
@@ -154,10 +157,8 @@ def test_layers_are_rewritten_unless_asked_otherwise():
     assert "pre_grad_custom_pass" not in Decoder(model, 1, 32, fused=False).options
 
 
-def test_what_cannot_be_tried_is_left_alone(monkeypatch):
+def test_what_cannot_be_tried_is_left_alone():
     """An operator that needs the model's own tensors, where a norm is looked for."""
-    from ace_moe.decoding import nodes
-
     graph = torch.fx.Graph()
     x = graph.placeholder("x")
     assert nodes.evaluate([graph.call_function(torch.linalg.inv, (x,))], {x: torch.randn(3)}) is None

@@ -38,6 +38,11 @@ class Timing:
     gpu: float | None
     spread: float
 
+    @property
+    def ms(self) -> float:
+        """Of the GPU where there is one."""
+        return self.wall if self.gpu is None else self.gpu
+
 
 def median(
     step: Callable[[], Any], repeats: int, device: torch.device, prepare: Callable[[], None] = lambda: None

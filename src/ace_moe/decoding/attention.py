@@ -33,11 +33,9 @@ def workspace(device: torch.device) -> Tensor:
 
 
 def _one_token(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: dict[str, Any]) -> bool:
-    if (
-        query.device.type not in DEVICES
-        or query.shape[2] != 1
-        or any(options.get(name) is not None for name in UNKNOWN)
-    ):
+    if query.device.type not in DEVICES or query.shape[2] != 1:
+        return False
+    if any(options.get(name) is not None for name in UNKNOWN):
         return False
     if mask is not None and (mask.dtype != torch.bool or mask.shape[1] != 1 or mask.stride(-1) != 1):
         return False

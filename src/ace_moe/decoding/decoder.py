@@ -65,7 +65,8 @@ class Decoder:
         fused: bool = True,
         **options: Any,
     ):
-        """`captured`: whether steps are compiled and become a graph; by default on a GPU. `options` go to the compiler.
+        """`captured`: whether steps are compiled and become a graph; by default on a GPU. `options` go to the compiler, over our
+        own.
 
         `experts="host"` moves the model to the GPU but for its experts, of which the part `resident` has copies there;
         then attach a plan: its kernels read what a step needs over the bus. `fused`: layers are rewritten before they are
@@ -77,7 +78,7 @@ class Decoder:
             place_experts(model, _gpu(model), resident)
         self.model, self.batch, self.length, self.attention = model, batch, length, attention
         self.captured = model.device.type == "cuda" if captured is None else captured
-        self.options = options or tuned(batch, fused)
+        self.options = {**tuned(batch, fused), **options}
         check(model)
         decoder_layers(model)
         self.cache: StepCache | None = None
