@@ -154,10 +154,12 @@ def the_rest() -> None:
         decide_slots(tokens, RULES[0], restores=True)
         route_tokens(tokens, RULES[0], restores=True)
     for columns, rows in ((2048, (4096, 512, 512)), (4096, (2048,)), (2816, (96, 7))):
-        x, matrices = torch.zeros(1, columns, dtype=torch.bfloat16), [torch.zeros(n, columns).bfloat16() for n in rows]
-        gemv.gemv(x, matrices, x[0], 1e-6, True, True, True)
-        gemv.gemv(x, matrices, add=torch.zeros(1, sum(rows), dtype=x.dtype))
-    for batch, positions in ((1, 272), (16, 1040)):
+        matrices = [torch.zeros(n, columns).bfloat16() for n in rows]
+        for tokens in (1, 3):
+            x = torch.zeros(tokens, columns, dtype=torch.bfloat16)
+            gemv.gemv(x, matrices, x[0], 1e-6, True, True, True)
+            gemv.gemv(x, matrices, add=torch.zeros(tokens * sum(rows), dtype=x.dtype))
+    for batch, positions in ((1, 272), (1, 8192), (16, 1040)):
         k = torch.zeros(batch, 4, positions, 128, dtype=torch.bfloat16)
         mask = torch.ones(batch, 1, 1, positions, dtype=torch.bool)
         arrived = attend.workspace(torch.device("cpu"))

@@ -16,7 +16,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 @pytest.mark.parametrize(("batch", "heads", "group"), [(1, 2, 8), (3, 1, 1), (2, 3, 5)])
-@pytest.mark.parametrize(("positions", "width"), [(1, 16), (63, 32), (300, 40)])
+@pytest.mark.parametrize(("positions", "width"), [(1, 16), (63, 32), (300, 40), (6000, 16)])
 def test_grouped_attention_is_attention(batch, heads, group, positions, width):
     """One split or several, widths that are no power of two, strided queries, sequences of different lengths."""
     g = torch.Generator().manual_seed(0)
@@ -41,7 +41,7 @@ def turned(x, scale, cos, sin, plus, rounded):
 
 
 @pytest.mark.parametrize(("batch", "heads", "group", "width"), [(1, 2, 8, 16), (3, 1, 1, 24), (2, 3, 5, 40)])
-@pytest.mark.parametrize(("positions", "place"), [(1, 0), (300, 0), (300, 130), (300, 299)])
+@pytest.mark.parametrize(("positions", "place"), [(1, 0), (300, 0), (300, 130), (300, 299), (6000, 4242)])
 @pytest.mark.parametrize(("normed", "plus"), [(False, False), (True, True)])
 def test_a_token_is_normed_turned_and_kept_on_the_way(batch, heads, group, width, positions, place, normed, plus):
     """What lies at its place before, even NaN, is not read."""
@@ -77,7 +77,8 @@ def test_what_is_masked_is_not_read():
 
 @pytest.mark.parametrize("positions", [1, 64, 65, 272, 1000, 40000])
 @pytest.mark.parametrize("pairs", [1, 4, 64, 1000])
-def test_splits_cover_every_position(positions, pairs):
-    splits, step = split(positions, pairs)
+@pytest.mark.parametrize("row", [64, 1024])
+def test_splits_cover_every_position(positions, pairs, row):
+    splits, step, tile = split(positions, pairs, row)
     assert (splits - 1) * step < positions <= splits * step
-    assert step % 64 == 0
+    assert step % tile == 0 and tile * row <= 64 * 1024

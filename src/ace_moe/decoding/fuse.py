@@ -1,5 +1,5 @@
-"""What a compiler does not do with a decode step: one token's products read their matrices ahead and take the norm before
-them and the sum after them along; at any batch the experts add what their sum is added to, and attention norms, turns and
+"""What a compiler does not do with a decode step: products of one token, or of a few, read their matrices ahead and take the norm
+before them and the sum after them along; at any batch the experts add what their sum is added to, and attention norms, turns and
 keeps its own token.
 
 `fuse` rewrites a layer's graph as Dynamo gives it, before the compiler sees it. Which operations are an RMS norm is found by
@@ -17,7 +17,7 @@ from torch import Tensor, fx
 from torch._subclasses import FakeTensor
 
 from ..kernels import ops  # noqa: F401  the experts' operator
-from ..kernels.gemv import DEEPEST, MOST
+from ..kernels.gemv import DEEPEST, FEW, MOST
 from .fuse_attention import ATTEND, take_token
 from .nodes import erase, flat, is_view, new, source, value
 from .norms import norm_of
@@ -43,12 +43,12 @@ def fuse(graph: fx.Graph) -> None:
 
 
 def _siblings(graph: fx.Graph) -> list[list[fx.Node]]:
-    """Products of the same token with matrices of the layer."""
+    """Products of the same token, or of the same few, with matrices of the layer."""
     groups: dict[fx.Node, list[fx.Node]] = {}
     for node in graph.find_nodes(op="call_function", target=LINEAR):
         x, weight = value(node.args[0]), node.args[1]
-        one = x.numel() == x.shape[-1] <= DEEPEST and x.element_size() <= NARROW
-        if one and weight.op == "placeholder" and _is_plain(value(weight), x.dtype):
+        few = x.numel() <= FEW * x.shape[-1] and x.shape[-1] <= DEEPEST and x.element_size() <= NARROW
+        if few and weight.op == "placeholder" and _is_plain(value(weight), x.dtype):
             groups.setdefault(source(node.args[0]), []).append(node)
     return list(groups.values())
 
@@ -86,11 +86,11 @@ def _join(graph: fx.Graph, linears: list[fx.Node]) -> None:
 
 
 def _parts(graph: fx.Graph, y: fx.Node, linears: list[fx.Node]) -> Iterator[fx.Node]:
-    """Each product's own columns of them all, in its own shape."""
+    """Each product's own part of them all, in its own shape."""
     first = 0
     for linear in linears:
-        like, last = value(linear), first + value(linear).shape[-1]
-        part = y if len(linears) == 1 else new(graph, like, operator.getitem, y, (slice(None), slice(first, last)))
+        like, last = value(linear), first + value(linear).numel()
+        part = y if len(linears) == 1 else new(graph, like, operator.getitem, y, slice(first, last))
         part, first = new(graph, like, "reshape", part, tuple(like.shape)), last
         bias = _bias(linear)
         yield part if bias is None else new(graph, like, operator.add, part, bias)

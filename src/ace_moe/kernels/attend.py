@@ -11,7 +11,7 @@ from .attend_kernel import attend as kernel
 from .launch import cdiv, early_start, power_of_two
 
 PAIRS = 4096  # sequences × key heads that one workspace serves
-MOST_SPLITS = 16
+MOST_SPLITS = 40
 TILE = 64  # positions
 
 
@@ -20,11 +20,16 @@ def workspace(device: torch.device) -> Tensor:
     return torch.zeros(PAIRS, dtype=torch.int32, device=device)
 
 
-def split(positions: int, pairs: int) -> tuple[int, int]:
-    """(programs per key head, positions for each): about two programs for each of 132 multiprocessors."""
+def split(positions: int, pairs: int, row: int = 256) -> tuple[int, int, int]:
+    """(programs per key head, positions for each, positions of a tile): about two programs for each of 132 multiprocessors.
+
+    A program that can fetches all it has to read at once; `row` are the bytes of a position.
+    """
     splits = max(1, min(MOST_SPLITS, cdiv(264, pairs), cdiv(positions, TILE)))
     step = cdiv(cdiv(positions, splits), TILE) * TILE
-    return cdiv(positions, step), step
+    tile = 2 * TILE if step > TILE and row <= 256 else TILE
+    step = cdiv(step, tile) * tile
+    return cdiv(positions, step), step, tile
 
 
 @torch.library.custom_op("ace_moe::attend", mutates_args=())  # `arrived` is zero before and after
@@ -60,17 +65,17 @@ def _launch(
 ) -> Tensor:  # fmt: skip
     batch, heads, positions, width = k.shape
     group, pairs = queries // heads, batch * heads
-    splits, step = split(positions, pairs)
+    splits, step, tile = split(positions, pairs, width * k.element_size())
     parts = torch.empty(pairs, splits, group, width, dtype=torch.float32, device=q.device)
     tops, totals = (torch.empty(pairs, splits, group, dtype=torch.float32, device=q.device) for _ in range(2))
     y = torch.empty(batch, 1, queries, width, dtype=q.dtype, device=q.device)
     kernel[(pairs, splits)](
         q, k, v, q if mask is None else mask, *token, parts, tops, totals, arrived, y, scale * math.log2(math.e), eps,
         positions, heads, step, q.stride(0), q_head, k.stride(0), k.stride(1), k.stride(2), v.stride(0), v.stride(1),
-        v.stride(2), 0 if mask is None else mask.stride(0), *steps, G=group, GP=max(16, power_of_two(group)), D=width,
-        DP=max(16, power_of_two(width)), BS=TILE, SPLITS=splits, MASKED=mask is not None,
-        SHORT=kind["TOKEN"] and step == TILE, **kind, num_warps=4,
-        num_stages=2, **early_start(q.device),
+        v.stride(2), 0 if mask is None else mask.stride(0), *steps, G=group, GP=max(16, power_of_two(group)), JP=power_of_two(group), D=width,
+        DP=max(16, power_of_two(width)), BS=tile, SPLITS=splits, MASKED=mask is not None,
+        SHORT=kind["TOKEN"] and step == tile, **kind, num_warps=8 if width >= 64 else 4, num_stages=2,
+        **early_start(q.device),
     )  # fmt: skip
     return y
 

@@ -38,24 +38,37 @@ def _take(query, key, value, seen, top, total, out, scale):
 
 
 @triton.jit
+def _tiled(x, D: tl.constexpr, DP: tl.constexpr, far: tl.constexpr = False):
+    """What x [R] points at, or each value's partner in the other half: [R, DP], on its way from memory.
+
+    Pointers are spread out first: what is loaded as a row becomes a tile by way of shared memory, where all wait for it.
+    """
+    dim = tl.arange(0, DP)
+    at = tl.where(dim < D // 2, dim + D // 2, dim - D // 2) if far else dim
+    inside = (dim < D)[None, :] & (tl.arange(0, x.shape[0]) >= 0)[:, None]
+    return tl.load(x[:, None] + at[None, :], mask=inside, other=0.0)
+
+
+@triton.jit
+def _halves(x, D: tl.constexpr, DP: tl.constexpr):
+    """Values and their partners."""
+    return _tiled(x, D, DP), _tiled(x, D, DP, True)
+
+
+@triton.jit
 def _turned(
     x, scale, cos, sin, eps,
     D: tl.constexpr, DP: tl.constexpr, NORM: tl.constexpr, PLUS: tl.constexpr, ROUNDED: tl.constexpr,
 ):  # fmt: skip
-    """Heads whose first values x [R] points at, normed and turned by their position: [R, DP]."""
-    dim = tl.arange(0, DP)
-    first, inside = dim < D // 2, (dim < D)[None, :]
-    far = tl.where(first, dim + D // 2, dim - D // 2)  # the other half
-    v = tl.load(x[:, None] + dim[None, :], mask=inside, other=0.0).to(tl.float32)
-    w = tl.load(x[:, None] + far[None, :], mask=inside, other=0.0).to(tl.float32)
-    dtype: tl.constexpr = x.dtype.element_ty
+    """Heads normed and turned by their position: [R, DP]. x and scale with partners, cos and sin: tiles [R, DP]."""
+    dtype: tl.constexpr = x[0].dtype
+    v, w = x[0].to(tl.float32), x[1].to(tl.float32)
     if NORM:
         root = tl.rsqrt(tl.sum(v * v, 1) / D + eps)[:, None]
-        v = rms_norm(v, tl.load(scale + dim, mask=dim < D, other=0.0).to(tl.float32), root, PLUS, ROUNDED, dtype)
-        w = rms_norm(w, tl.load(scale + far, mask=dim < D, other=0.0).to(tl.float32), root, PLUS, ROUNDED, dtype)
-    c = tl.load(cos + dim, mask=dim < D, other=0.0).to(tl.float32)
-    s = tl.load(sin + dim, mask=dim < D, other=0.0).to(tl.float32)
-    return (v * c + tl.where(first, -w, w) * s).to(dtype)
+        v = rms_norm(v, scale[0].to(tl.float32), root, PLUS, ROUNDED, dtype)
+        w = rms_norm(w, scale[1].to(tl.float32), root, PLUS, ROUNDED, dtype)
+    w = tl.where((tl.arange(0, DP) < D // 2)[None, :], -w, w)
+    return (v * cos.to(tl.float32) + w * sin.to(tl.float32)).to(dtype)
 
 
 @triton.jit
@@ -65,35 +78,56 @@ def _own(
 ):  # fmt: skip
     """The query [GP, DP], and maximum, sum and values with the new token alone, or of nothing if its place is another's.
 
-    Its key and value go to their place in the cache.
+    Its key and value go to their place in the cache. All it reads is asked for before any of it is waited for.
     """
-    dim, mine = tl.arange(0, DP), (place >= begin) & (place < end)
-    query = _turned(heads, q_scale, cos, sin, eps, D, DP, NORM, PLUS, ROUNDED)
-    key = _turned(new_k + tl.arange(0, 1), k_scale, cos, sin, eps, D, DP, NORM, PLUS, ROUNDED)
-    value = tl.load(new_v + dim, mask=dim < D, other=0.0)
-    tl.store(keys + place * k_pos + tl.arange(0, 1)[:, None] + dim[None, :], key, mask=mine & (dim < D)[None, :])
-    tl.store(values + place * v_pos + dim, value, mask=mine & (dim < D))
+    mine = (place >= begin) & (place < end)
+    row, dim = tl.arange(0, GP), tl.arange(0, DP)
+    every = tl.zeros((GP,), tl.int32)  # the key for each query: so it is where they are
+    query, key = _halves(heads, D, DP), _halves(new_k + every, D, DP)
+    cosine, sine = _tiled(cos + every, D, DP), _tiled(sin + every, D, DP)
+    value = _tiled(new_v + every, D, DP)
+    query = _turned(query, q_scale, cosine, sine, eps, D, DP, NORM, PLUS, ROUNDED)
+    key = _turned(key, k_scale, cosine, sine, eps, D, DP, NORM, PLUS, ROUNDED)
+    once = mine & (row == 0)[:, None] & (dim < D)[None, :]
+    tl.store(keys + place * k_pos + every[:, None] + dim[None, :], key, mask=once)
+    tl.store(values + place * v_pos + every[:, None] + dim[None, :], value, mask=once)
     top = tl.where(mine, tl.sum(query.to(tl.float32) * key.to(tl.float32), 1) * scale, -float("inf"))
     total = tl.where(mine, 1.0, 0.0) + tl.zeros((GP,), tl.float32)
-    return query, top, total, tl.where(mine, value.to(tl.float32), 0.0)[None, :] + tl.zeros((GP, DP), tl.float32)
+    return query, top, total, tl.where(mine, value.to(tl.float32), 0.0)
 
 
 @triton.jit
-def _joined(parts, tops, totals, pair, g, dim, inside, G: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr):
-    """All programs' shares, in order: [GP, DP]."""
-    highest = tl.full(g.shape, -float("inf"), tl.float32)
+def _joined(
+    parts,
+    tops,
+    totals,
+    pair,
+    G: tl.constexpr,
+    JP: tl.constexpr,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    """All programs' shares, in order: [JP, DP]. All are asked for at once, and then waited for."""
+    g, dim = tl.arange(0, JP), tl.arange(0, DP)
+    found = ()
     for other in tl.static_range(SPLITS):
         line = (pair * SPLITS + other) * G + g
-        found = tl.load(tops + line, mask=g < G, other=-float("inf"), cache_modifier=".cg")
-        highest = tl.maximum(highest, found)
-    joined = tl.zeros(inside.shape, tl.float32)
-    sums = tl.zeros(g.shape, tl.float32)
+        part = parts + line[:, None] * D + dim[None, :]
+        found += (
+            tl.load(tops + line, mask=g < G, other=-float("inf"), cache_modifier=".cg"),
+            tl.load(totals + line, mask=g < G, other=1.0, cache_modifier=".cg"),
+            tl.load(part, mask=(g < G)[:, None] & (dim < D)[None, :], other=0.0, cache_modifier=".cg"),
+        )
+    highest = found[0]
+    for other in tl.static_range(1, SPLITS):
+        highest = tl.maximum(highest, found[3 * other])
+    joined = tl.zeros((JP, DP), tl.float32)
+    sums = tl.zeros((JP,), tl.float32)
     for other in tl.static_range(SPLITS):
-        line = (pair * SPLITS + other) * G + g
-        factor = tl.exp2(tl.load(tops + line, mask=g < G, other=0.0, cache_modifier=".cg") - highest)
-        sums += factor * tl.load(totals + line, mask=g < G, other=1.0, cache_modifier=".cg")
-        part = tl.load(parts + line[:, None] * D + dim[None, :], mask=inside, other=0.0, cache_modifier=".cg")
-        joined += factor[:, None] * part
+        factor = tl.exp2(found[3 * other] - highest)
+        sums += factor * found[3 * other + 1]
+        joined += factor[:, None] * found[3 * other + 2]
     return joined / sums[:, None]
 
 
@@ -101,7 +135,7 @@ def _joined(parts, tops, totals, pair, g, dim, inside, G: tl.constexpr, D: tl.co
 def attend(
     q, k, v, mask, new_k, new_v, q_scale, k_scale, cos, sin, place, parts, tops, totals, arrived, y, scale, eps, S, H, step,
     q_seq, q_head, k_seq, k_head, k_pos, v_seq, v_head, v_pos, mask_seq, new_k_seq, new_v_seq, turn_seq,
-    G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BS: tl.constexpr, SPLITS: tl.constexpr,
+    G: tl.constexpr, GP: tl.constexpr, JP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BS: tl.constexpr, SPLITS: tl.constexpr,
     MASKED: tl.constexpr, TOKEN: tl.constexpr, SHORT: tl.constexpr, NORM: tl.constexpr, PLUS: tl.constexpr,
     ROUNDED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -125,6 +159,9 @@ def attend(
     if EARLY and not TOKEN:
         tl.extra.cuda.gdc_wait()
     key, value, seen = _tile(keys, values, mask, begin + tl.arange(0, BS), end, own, k_pos, v_pos, D, DP, MASKED)
+    if TOKEN:
+        q_scales = _halves(q_scale + tl.zeros((GP,), tl.int32), D, DP) if NORM else q_scale
+        k_scales = _halves(k_scale + tl.zeros((GP,), tl.int32), D, DP) if NORM else k_scale
     if EARLY and TOKEN:
         tl.extra.cuda.gdc_wait()
         if SHORT:
@@ -132,7 +169,7 @@ def attend(
     heads = q + b * q_seq + (h * G + tl.minimum(g, G - 1)) * q_head
     if TOKEN:
         query, top, total, out = _own(
-            heads, new_k + b * new_k_seq + h * D, new_v + b * new_v_seq + h * D, keys, values, q_scale, k_scale,
+            heads, new_k + b * new_k_seq + h * D, new_v + b * new_v_seq + h * D, keys, values, q_scales, k_scales,
             cos + b * turn_seq, sin + b * turn_seq, eps, scale, own, begin, end, k_pos, v_pos,
             GP, D, DP, NORM, PLUS, ROUNDED,
         )  # fmt: skip
@@ -142,7 +179,7 @@ def attend(
         total = tl.zeros((GP,), tl.float32)
         out = tl.zeros((GP, DP), tl.float32)
     top, total, out = _take(query, key, value, seen, top, total, out, scale)
-    for start in range(begin + BS, end, BS):
+    for start in range(begin + BS, begin if SHORT else end, BS):
         at = start + tl.arange(0, BS)
         key, value, seen = _tile(keys, values, mask, at, end, own, k_pos, v_pos, D, DP, MASKED)
         top, total, out = _take(query, key, value, seen, top, total, out, scale)
@@ -158,6 +195,7 @@ def attend(
         tl.store(totals + row, total, mask=g < G)
         tl.debug_barrier()
         if tl.atomic_add(arrived + pair, 1, sem="acq_rel") == SPLITS - 1:
-            joined = _joined(parts, tops, totals, pair, g, dim, inside, G, D, SPLITS)
-            tl.store(at, joined.to(y.dtype.element_ty), mask=inside)
+            joined = _joined(parts, tops, totals, pair, G, JP, D, DP, SPLITS).to(y.dtype.element_ty)
+            line = tl.arange(0, JP)[:, None]
+            tl.store(y + (pair * G + line) * D + dim[None, :], joined, mask=(line < G) & (dim < D)[None, :])
             tl.store(arrived + pair, 0)

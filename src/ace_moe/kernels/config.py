@@ -27,16 +27,18 @@ class Tiles(NamedTuple):
     tail: int = 0
 
 
-def one_tiles(tokens: int, d: int, m: int, block: int = 0) -> Tiles:
+def one_tiles(tokens: int, d: int, m: int, block: tuple[int, int] | None = None) -> Tiles:
     """A product per slot. Down takes `bm` of a token's slots at a time and fetches `stages` tiles ahead.
 
-    `block`: columns per FP8 factor; a tile of the up product holds whole blocks, one of the down product a single one.
+    `block`: rows and columns per FP8 factor. A tile's rows lie inside one block, and the columns of a down tile are one.
     """
-    deep, wide = (1024, 1024) if tokens == 1 else (512, 256)
-    deep, wide = min(deep, power_of_two(d)), min(wide, power_of_two(m))
-    if block:
-        deep, wide = max(block, deep), block
-    return Tiles(2, 2, deep, 4, 1, 2, wide, 2, 2) if tokens == 1 else Tiles(4, 2, deep, 1, 1, 4, wide, 2, 2)
+    deep, wide = min(1024, max(8, power_of_two(d))), min(256, max(8, power_of_two(m)))
+    tiles = Tiles(4, 8, deep, 8, 1, *((2, wide, 2, 3) if tokens == 1 else (4, wide, 2, 2)))
+    if block is None:
+        return tiles
+    rows, columns = block
+    tiles = tiles._replace(bk_down=columns)
+    return tiles if rows % (2 * tiles.bn_up) == 0 else tiles._replace(bn_up=1, bn_down=1)
 
 
 def many_tiles(slots_per_expert: int, d: int, m: int, dtype: torch.dtype, large: bool) -> Tiles:

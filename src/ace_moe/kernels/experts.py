@@ -91,7 +91,7 @@ def _down_options(weights: Weights, tiles: Tiles, m: int) -> dict[str, object]:
 
 def _one(x: Tensor, ids: Tensor, gates: Tensor, weights: Weights, mean: Tensor | None, add: Tensor | None) -> Tensor:
     (tokens, k), (experts, d, m) = ids.shape, weights.shape
-    tiles, early = one_tiles(tokens, d, m, weights.columns), early_start(x.device)
+    tiles, early = one_tiles(tokens, d, m, weights.layout.block), early_start(x.device)
     h = torch.empty(tokens * k, m, dtype=x.dtype, device=x.device)
     y = torch.empty(tokens, d, dtype=x.dtype, device=x.device)
     b_in, b_out = _or(weights.b_in, x), _or(weights.b_out, x)

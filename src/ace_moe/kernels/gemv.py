@@ -1,28 +1,42 @@
-"""One token times up to four matrices as one torch operator, with the norm before and the sum after them."""
+"""One token, or a few, times up to four matrices as one torch operator, with the norm before and the sum after them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from .gemv_kernel import gemv as kernel
-from .launch import cdiv, early_start, power_of_two
+from .launch import cdiv, early_start, hopper, power_of_two
 
 MOST = 4  # matrices
+FEW = 4  # tokens
 DEEPEST = 8192  # columns
 WIDE = 2048  # columns of a tile
-HELD = 8192  # weights of a program, all in flight at once: with more, its registers leave room for too few programs
 PROGRAMS = 132  # worth having: one for each multiprocessor
 
 
-def tile(rows: int, columns: int) -> tuple[int, int, int]:
+class Room(NamedTuple):
+    """What a program has: weights, all in flight at once; warps; registers of a thread, so that enough programs run at once."""
+
+    held: int
+    warps: int
+    registers: int
+
+
+def room(tokens: int) -> Room:
+    """Found by measuring. Several tokens are in registers beside the weights."""
+    return Room(16384, 8, 64) if tokens == 1 else Room(8192, 4, 128)
+
+
+def tile(rows: int, columns: int, held: int) -> tuple[int, int, int]:
     """(rows, columns, number) of a program's tiles: all columns of as many rows as it can hold and the grid can spare."""
-    width = min(WIDE, power_of_two(columns))
+    width = min(WIDE, max(8, power_of_two(columns)))
     steps, height = cdiv(columns, width), 1
-    while height * 2 * width * steps <= HELD and cdiv(rows, height * 2) >= PROGRAMS:
+    while height * 2 * width * steps <= held and cdiv(rows, height * 2) >= PROGRAMS:
         height *= 2
     return height, width, steps
 
@@ -38,24 +52,25 @@ def gemv(
     keep: bool = False,
     add: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """x [1, K], weights of [n, K] → norm(x) times all of them [1, Σ n], plus `add`; and norm(x) [1, K], if asked to keep it.
+    """x [T, K], weights of [n, K] → norm(x) times each, [T, n] behind [T, n]; and norm(x) [T, K], if asked to keep it.
 
-    With `plus` the norm's scale is 1 + `scale`; with `rounded` x is rounded before it is scaled.
+    `add`, which is like the result, is added. With `plus` the norm's scale is 1 + `scale`; with `rounded` x is rounded before it is scaled.
     """
-    x, rows, columns = x.contiguous(), [w.shape[0] for w in weights], x.shape[1]
-    y, normed = x.new_empty(1, sum(rows)), x.new_empty(1, columns) if keep else x.new_empty(0)
-    height, width, steps = tile(sum(rows), columns)
+    x, rows, (tokens, columns) = x.contiguous(), [w.shape[0] for w in weights], x.shape
+    y, normed = x.new_empty(tokens * sum(rows)), x.new_empty(tokens, columns) if keep else x.new_empty(0)
+    given = room(tokens)
+    height, width, steps = tile(sum(rows), columns, given.held)
     *starts, grid = accumulate(cdiv(n, height) for n in rows)
     matrices, unused = [w.contiguous() for w in weights], MOST - len(rows)
     kernel[(grid,)](
         x, x if scale is None else scale, x if add is None else add.contiguous(), *matrices, *[matrices[0]] * unused, y,
-        normed, *starts, *[grid] * unused, *rows, *[0] * unused, columns, eps, BN=height, BK=width, STEPS=steps,
-        NORM=scale is not None, PLUS=plus, ROUNDED=rounded, KEEP=keep, ADD=add is not None, num_warps=4,
-        **early_start(x.device),
+        normed, *starts, *[grid] * unused, *rows, *[0] * unused, columns, eps, T=tokens, BN=height, BK=width, STEPS=steps,
+        NORM=scale is not None, PLUS=plus, ROUNDED=rounded, KEEP=keep, ADD=add is not None, num_warps=given.warps,
+        **({"maxnreg": given.registers} if hopper(x.device) else {}), **early_start(x.device),
     )  # fmt: skip
     return y, normed
 
 
 @gemv.register_fake
 def _(x, weights, scale=None, eps=0.0, plus=False, rounded=False, keep=False, add=None):
-    return x.new_empty(1, sum(w.shape[0] for w in weights)), torch.empty_like(x) if keep else x.new_empty(0)
+    return x.new_empty(x.shape[0] * sum(w.shape[0] for w in weights)), torch.empty_like(x) if keep else x.new_empty(0)

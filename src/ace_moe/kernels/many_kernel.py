@@ -131,9 +131,10 @@ def many_sum(
     if MEAN:
         total += tl.sum(stand_ins(ids + token * TOP_K, gates + token * TOP_K, mean, n, d, TOP_K, KP), 0)
     take_turn(EARLY)
-    for slot in range(TOP_K):
+    added = tl.load(add + token * d + n, mask=n < d, other=0.0) if ADD else 0.0
+    for slot in tl.static_range(TOP_K):
         e = tl.load(ids + token * TOP_K + slot)
         width = tl.where((e >= 0) & (e < E), d, 0)  # nothing was written for a skipped slot
         total += tl.load(parts + (token * TOP_K + slot) * d + n, mask=n < width, other=0.0).to(tl.float32)
-    total = add_row(total.to(y.dtype.element_ty), add + token * d + n, n < d, ADD)
+    total = add_row(total.to(y.dtype.element_ty), added, ADD)
     tl.store(y + token * d + n, total, mask=n < d)

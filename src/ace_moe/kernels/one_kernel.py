@@ -1,4 +1,8 @@
-"""One token, or very few: a matrix-vector product per slot, whole rows in flight at once."""
+"""One token, or very few: a matrix-vector product per slot, whole rows in flight at once.
+
+What a program reads it asks for before it waits for any of it, and its threads add up among themselves once, at the end. An FP8
+weight's factor goes to what the weight is multiplied by: the rows of a tile lie inside one block.
+"""
 
 from __future__ import annotations
 
@@ -6,24 +10,22 @@ import triton
 import triton.language as tl
 
 from .launch import take_turn
-from .products_kernel import add_row, finish_up, first_of, stand_ins
+from .products_kernel import add_row, both, by_eight, finish_up, first_of, stand_ins
 
 
 @triton.jit
-def _row_dot(
-    rows, x, k, d, inside, factors, s_col, EVEN: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, QK: tl.constexpr
-):
-    """Rows [BN] of a matrix times x [BK]: [BN] in fp32. `factors` points at the rows' first block in this tile."""
+def _rows(at, inside, k, d, EVEN: tl.constexpr):
+    """Rows [BN, BK] of a matrix, on their way from memory."""
     mask = inside[:, None] if EVEN else inside[:, None] & (k < d)[None, :]
-    w = tl.load(rows, mask=mask, other=0.0, eviction_policy="evict_first")
-    products = w.to(tl.float32) * x[None, :]
+    return tl.load(at, mask=mask, other=0.0, eviction_policy="evict_first")
+
+
+@triton.jit
+def _scaled(v, factors, row, k, d, s_row, s_col, QN: tl.constexpr, QK: tl.constexpr):
+    """v [BK] times the factors of a matrix's columns k, whose rows are in the block of `row`."""
     if QK > 0:
-        blocks = tl.arange(0, BK // QK)
-        within = inside[:, None] & (tl.min(k, 0) + blocks * QK < d)[None, :]
-        factor = tl.load(factors[:, None] + blocks[None, :] * s_col, mask=within, other=0.0).to(tl.float32)
-        return tl.sum(tl.sum(tl.reshape(products, (BN, BK // QK, QK)), 2) * factor, 1)
-    else:
-        return tl.sum(products, 1)
+        v *= tl.load(factors + (row // QN) * s_row + (k // QK) * s_col, mask=k < d, other=0.0).to(tl.float32)
+    return v
 
 
 @triton.jit
@@ -39,24 +41,27 @@ def one_up(
     e = tl.load(ids + slot)
     if (e < 0) | (e >= E):
         return
-    n = tl.program_id(BESIDE) * BN + tl.arange(0, BN)
+    first = tl.program_id(BESIDE) * BN
+    n = first + tl.arange(0, BN)
     inside = n < m
-    gate_row = n * 2 if INTERLEAVED else n
-    up_row = gate_row + 1 if INTERLEAVED else n + m
+    gate_row, up_row = (n * 2, n * 2 + 1) if INTERLEAVED else (n, n + m)
+    gate_first, up_first = (first * 2, first * 2 + 1) if INTERLEAVED else (first, first + m)
     base = first_of(e, w, near, near_w, w_expert, True, NEAR)
     factors = s + e.to(tl.int64) * s_expert
-    q = QN if QK > 0 else 1
-    gate = tl.zeros((BN,), tl.float32)
-    up = tl.zeros((BN,), tl.float32)
+    gate = tl.zeros((BN, BK // 8), tl.float32)
+    up = tl.zeros((BN, BK // 8), tl.float32)
     for start in range(0, d, BK):
         k = start + tl.arange(0, BK)
-        at = factors + (start // (QK if QK > 0 else 1)) * s_col
+        gates = _rows(base + gate_row[:, None] * w_row + k[None, :] * w_col, inside, k, d, EVEN)
+        ups = _rows(base + up_row[:, None] * w_row + k[None, :] * w_col, inside, k, d, EVEN) if GATED else gates
         v = tl.load(x + (slot // TOP_K) * x_row + k, mask=k < d, other=0.0).to(tl.float32)
-        gates = base + gate_row[:, None] * w_row + k[None, :] * w_col
-        gate += _row_dot(gates, v, k, d, inside, at + (gate_row // q) * s_row, s_col, EVEN, BN, BK, QK)
+        gate += by_eight(gates.to(tl.float32) * _scaled(v, factors, gate_first, k, d, s_row, s_col, QN, QK)[None, :])
         if GATED:
-            ups = base + up_row[:, None] * w_row + k[None, :] * w_col
-            up += _row_dot(ups, v, k, d, inside, at + (up_row // q) * s_row, s_col, EVEN, BN, BK, QK)
+            up += by_eight(ups.to(tl.float32) * _scaled(v, factors, up_first, k, d, s_row, s_col, QN, QK)[None, :])
+    if GATED:
+        gate, up = tl.reduce((gate, up), 1, both)
+    else:
+        gate, up = tl.sum(gate, 1), 0.0
     out = finish_up(gate, up, b + e * b_row, gate_row, up_row, inside, GATED, BIAS, KIND, ALPHA, LIMIT)
     tl.store(h + slot * m + n, out.to(h.dtype.element_ty), mask=inside)
 
@@ -86,23 +91,34 @@ def _fetch(
 
 
 @triton.jit
-def _weigh(
-    tile, q, e, order, total, n, h, gates, s, b, d, m, s_expert, s_row, s_col,
-    KC: tl.constexpr, KSTEPS: tl.constexpr, BK: tl.constexpr, BIAS: tl.constexpr, QN: tl.constexpr, QK: tl.constexpr,
+def _given(
+    q, e, order, total, first, h, gates, s, m, s_expert, s_row, s_col,
+    KC: tl.constexpr, KSTEPS: tl.constexpr, BK: tl.constexpr, QN: tl.constexpr, QK: tl.constexpr,
 ):  # fmt: skip
-    """Σ over the step's slots of gate · (tile h): [BN] in fp32. With factors BK = QK: one for the tile's rows."""
+    """What the weights of step q are multiplied by: h [KC, BK], and gates (times factors) [KC]. With factors BK = QK."""
     slots, expert, there, start = _step(q, e, order, total, KC, KSTEPS, BK)
     k = start + tl.arange(0, BK)
     v = tl.load(h + slots[:, None] * m + k[None, :], mask=there[:, None] & (k < m)[None, :], other=0.0)
-    part = tl.sum(tile.to(tl.float32) * v.to(tl.float32)[:, None, :], 2)
-    inside = there[:, None] & (n < d)[None, :]
-    if QK > 0:
-        factors = s + expert.to(tl.int64)[:, None] * s_expert + (n // QN)[None, :] * s_row + (start // QK) * s_col
-        part *= tl.load(factors, mask=inside, other=0.0).to(tl.float32)
-    if BIAS:
-        part += tl.load(b + expert[:, None] * d + n[None, :], mask=inside & (start == 0), other=0.0).to(tl.float32)
     gate = tl.load(gates + slots, mask=there, other=0.0).to(tl.float32)
-    return tl.sum(part * gate[:, None], 0)
+    if QK > 0:
+        factors = s + expert.to(tl.int64) * s_expert + (first // QN) * s_row + (start // QK) * s_col
+        gate *= tl.load(factors, mask=there, other=0.0).to(tl.float32)
+    return v, gate
+
+
+@triton.jit
+def _weigh(tile, v, gate):
+    """Weights [KC, BN, BK] times h and gate of their slots, added up over these: [BN, BK / 8] in fp32."""
+    return tl.sum(by_eight(tile.to(tl.float32) * v.to(tl.float32)[:, None, :]) * gate[:, None, None], 0)
+
+
+@triton.jit
+def _biases(e, kept, gates, b, n, d):
+    """Σ over a token's kept slots of gate · bias: [BN] in fp32."""
+    j = tl.arange(0, e.shape[0])
+    gate = tl.load(gates + j, mask=kept, other=0.0).to(tl.float32)
+    bias = tl.load(b + e[:, None] * d + n[None, :], mask=kept[:, None] & (n < d)[None, :], other=0.0)
+    return tl.sum(bias.to(tl.float32) * gate[:, None], 0)
 
 
 @triton.jit
@@ -121,7 +137,8 @@ def one_down(
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
     t = tl.program_id(1 - BESIDE)
-    n = tl.program_id(BESIDE) * BN + tl.arange(0, BN)
+    first = tl.program_id(BESIDE) * BN
+    n = first + tl.arange(0, BN)
     j = tl.arange(0, KP)
     e = tl.load(ids + t * TOP_K + j, mask=j < TOP_K, other=-1).to(tl.int32)
     kept = (e >= 0) & (e < E)
@@ -129,7 +146,6 @@ def one_down(
     total = tl.sum(kept.to(tl.int32), 0)
     h += t * TOP_K * m
     gates += t * TOP_K
-    out = tl.zeros((BN,), tl.float32)
     if MEAN:
         means = stand_ins(ids + t * TOP_K, gates, mean, n, d, TOP_K, KP)
     tiles = ()
@@ -139,16 +155,21 @@ def one_down(
         )
     if EARLY:
         tl.extra.cuda.gdc_wait()
+    added = tl.load(add + t * d + n, mask=n < d, other=0.0) if ADD else 0.0
+    given = ()
     for q in tl.static_range(AHEAD):
-        out += _weigh(
-            tiles[q], q, e, order, total, n, h, gates, s, b, d, m, s_expert, s_row, s_col, KC, KSTEPS, BK, BIAS, QN, QK
-        )
+        given += (_given(q, e, order, total, first, h, gates, s, m, s_expert, s_row, s_col, KC, KSTEPS, BK, QN, QK),)
+    products = tl.zeros((BN, BK // 8), tl.float32)
+    for q in tl.static_range(AHEAD):
+        products += _weigh(tiles[q], *given[q])
     for q in range(AHEAD, tl.cdiv(total, KC) * KSTEPS):
         tile = _fetch(q, e, order, total, n, w, near, near_w, d, m, w_expert, w_row, w_col, KC, KSTEPS, BK, EVEN, NEAR)
-        out += _weigh(
-            tile, q, e, order, total, n, h, gates, s, b, d, m, s_expert, s_row, s_col, KC, KSTEPS, BK, BIAS, QN, QK
-        )
+        v, gate = _given(q, e, order, total, first, h, gates, s, m, s_expert, s_row, s_col, KC, KSTEPS, BK, QN, QK)
+        products += _weigh(tile, v, gate)
+    out = tl.sum(products, 1)
+    if BIAS:
+        out += _biases(e, kept, gates, b, n, d)
     if MEAN:
         out += tl.sum(means, 0)
-    out = add_row(out.to(y.dtype.element_ty), add + t * d + n, n < d, ADD)
+    out = add_row(out.to(y.dtype.element_ty), added, ADD)
     tl.store(y + t * d + n, out, mask=n < d)

@@ -21,10 +21,23 @@ def first_of(e, w, near, near_w, w_expert, there, NEAR: tl.constexpr):
 
 
 @triton.jit
-def add_row(out, add, inside, ADD: tl.constexpr):
+def both(a, b, c, d):
+    """Two sums at once: threads exchange theirs in one go."""
+    return a + c, b + d
+
+
+@triton.jit
+def by_eight(products):
+    """Sums of eight neighbours in the last dimension: a thread has them all, and from here on an eighth of the registers."""
+    last: tl.constexpr = len(products.shape) - 1
+    return tl.sum(tl.reshape(products, products.shape[:last] + [products.shape[last] // 8, 8]), last + 1)
+
+
+@triton.jit
+def add_row(out, add, ADD: tl.constexpr):
     """`out` of the result's type plus what else belongs to the token, rounded as two operations would."""
     if ADD:
-        out = (out.to(tl.float32) + tl.load(add, mask=inside, other=0.0).to(tl.float32)).to(out.dtype)
+        out = (out.to(tl.float32) + add.to(tl.float32)).to(out.dtype)
     return out
 
 

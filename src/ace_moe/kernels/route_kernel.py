@@ -9,7 +9,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .launch import take_turn
 from .rule_kernel import row_of, settle
 
 
@@ -22,7 +21,9 @@ def route(
     MIN_MASS: tl.constexpr, CODED: tl.constexpr, EARLY: tl.constexpr = False,
 ):  # fmt: skip
     """Grid (tiles of T). Scores are softmax or sigmoid of the logits in fp32; ties go to the lower expert id."""
-    take_turn(EARLY)
+    if EARLY:  # the experts' programs wait by themselves
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     t = tl.program_id(0) * BT + tl.arange(0, BT)
     row, threshold = row_of(rows, tau, t, T)
     lanes = tl.arange(0, EP)
@@ -37,14 +38,17 @@ def route(
     j = tl.arange(0, KP)
     ids = tl.full((BT, KP), -1, tl.int32)
     gate = tl.zeros((BT, KP), tl.float32)
-    # Scores are not negative, so their bits are in their order; below them the lane, so that no two are equal
-    key = (score.to(tl.int32, bitcast=True).to(tl.int64) << 32) | (EP - 1 - lanes)[None, :]
+    # Scores are not negative, so their bits are in their order; and of integers a warp finds the largest in one instruction
+    key = score.to(tl.int32, bitcast=True)
+    key = tl.where(
+        threshold < 0, 0, key
+    )  # no threshold is; else it would be fetched, and waited for, where it is compared
     for slot in tl.static_range(K):
         best = tl.max(key, 1)
-        e = tl.minimum(EP - 1 - (best & 0xFFFFFFFF).to(tl.int32), E - 1)  # NaN: any expert
+        e = tl.min(tl.where(key == best[:, None], lanes[None, :], E - 1), 1)
         ids = tl.where(j[None, :] == slot, e[:, None], ids)
-        gate = tl.where(j[None, :] == slot, (best >> 32).to(tl.int32).to(tl.float32, bitcast=True)[:, None], gate)
-        key = tl.where(key == best[:, None], -1, key)
+        gate = tl.where(j[None, :] == slot, best.to(tl.float32, bitcast=True)[:, None], gate)
+        key = tl.where(lanes[None, :] == e[:, None], -1, key)
     if NORMALISE:
         gate = gate / tl.sum(gate, 1)[:, None]
     slots = (t < T)[:, None] & (j < K)[None, :]
