@@ -17,7 +17,8 @@ from torch import Tensor
 
 from ace_moe.kernels import decide, experts
 from ace_moe.kernels.activation import GELU_TANH, SILU, SWIGLU_OAI, Activation
-from ace_moe.kernels.attend import attend, workspace
+from ace_moe.kernels.attend import attend, attend_token, workspace
+from ace_moe.kernels.gemv import gemv
 from ace_moe.kernels.track import launch_track
 from ace_moe.rule import GAINS, Form
 from ace_moe.runtime.rows import PADDING, row_of, rows_for
@@ -120,7 +121,7 @@ def run_tracking() -> None:
     launch_track(counts, tau, target, seen, 40, 0.2, 1e-5, 4.0)
 
 
-# ---- attention -------------------------------------------------------------------------------------------------------
+# ---- attention and products --------------------------------------------------------------------------------------------
 
 
 def run_attention() -> None:
@@ -128,18 +129,34 @@ def run_attention() -> None:
         k, v = (torch.randn(batch, 2, positions, 64, device=DEVICE).bfloat16() for _ in range(2))
         mask = (torch.arange(positions, device=DEVICE) < positions - 3).expand(batch, 1, 1, -1)
         attend(torch.randn(batch, 8, 1, 64, device=DEVICE).bfloat16(), k, v, mask, workspace(k.device), 0.1)
+        heads, scale = [torch.randn(batch, n * 64, device=DEVICE).bfloat16() for n in (8, 2, 2)], k[0, 0, 0].clone()
+        place = torch.tensor([positions - 5], device=DEVICE)
+        attend_token(
+            *heads, k[:1, 0, :1], k[:1, 0, 1:2], k, v, place, mask, workspace(k.device), 0.1, scale, scale, 1e-6
+        )
+
+
+def run_products() -> None:
+    for tokens, columns in ((1, 2100), (1, 40), (3, 2100), (4, 40)):
+        x, weights = (
+            torch.randn(tokens, columns, device=DEVICE).bfloat16(),
+            [torch.randn(n, columns) for n in (40, 7, 1)],
+        )
+        matrices = [w.to(x) for w in weights]
+        gemv(x, matrices, x[0], 1e-6, keep=True)
+        gemv(x, matrices, add=torch.zeros(tokens * 48, device=DEVICE).bfloat16())
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "parts", nargs="*", default=["experts", "rule", "tracking", "attention"],
-        metavar="experts | rule | tracking | attention",
+        "parts", nargs="*", default=["experts", "rule", "tracking", "attention", "products"],
+        metavar="experts | rule | tracking | attention | products",
     )  # fmt: skip
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 7, 60, 1000], help="sizes the rule is run at")
     parser.add_argument("--rules", type=int, default=0, help="only the last so many of the rules; 0 is all")
     options = parser.parse_args()
-    steps = {"experts": run_experts, "tracking": run_tracking, "attention": run_attention}
+    steps = {"experts": run_experts, "tracking": run_tracking, "attention": run_attention, "products": run_products}
     steps["rule"] = lambda: run_rule(tuple(options.tokens), options.rules)
     for part in options.parts:
         steps[part]()

@@ -54,7 +54,8 @@ def gemv(
 ) -> tuple[Tensor, Tensor]:
     """x [T, K], weights of [n, K] → norm(x) times each, [T, n] behind [T, n]; and norm(x) [T, K], if asked to keep it.
 
-    `add`, which is like the result, is added. With `plus` the norm's scale is 1 + `scale`; with `rounded` x is rounded before it is scaled.
+    `add`, which is like the result, is added. With `plus` the norm's scale is 1 + `scale`; with `rounded` x is rounded before
+    it is scaled.
     """
     x, rows, (tokens, columns) = x.contiguous(), [w.shape[0] for w in weights], x.shape
     y, normed = x.new_empty(tokens * sum(rows)), x.new_empty(tokens, columns) if keep else x.new_empty(0)

@@ -69,7 +69,8 @@ def gemv(
 ):  # fmt: skip
     """y ← up to four matrices w [n, K] times norm(x) [T, K], each one's [T, n] behind the other's; KEEP: normed ← norm(x).
 
-    ADD: plus `add`, which is like y. Grid: tiles of BN rows, those of w1 from t1 on, of w2 from t2 on, of w3 from t3 on; all of K in STEPS tiles of BK.
+    ADD: plus `add`, which is like y. Grid: tiles of BN rows, those of w1 from t1 on, of w2 from t2 on, of w3 from t3 on; all of
+    K in STEPS tiles of BK.
     """
     tile = tl.program_id(0)
     second, third, fourth = tile >= t1, tile >= t2, tile >= t3
