@@ -126,6 +126,16 @@ def test_a_pass_aside_leaves_thresholds_alone(demo_model, demo_plan, demo_window
         assert not torch.equal(ace.thresholds, tau)
 
 
+def test_restoring_or_not_leaves_thresholds_where_they_are(demo_model, demo_plan, demo_windows):
+    with ACE(demo_plan, 0.5, policy="share", control="track", reads=True)(demo_model) as ace:
+        start = ace.thresholds
+        run(demo_model, demo_windows.ids[:2, :30], 20)
+        tau = ace.thresholds
+        for on in (True, False):
+            ace.set_restore(on)
+            assert torch.equal(ace.thresholds, tau) and not torch.equal(tau, start)
+
+
 @pytest.mark.long
 def test_it_lives_in_a_compiled_model():
     model = zoo.build("qwen3_moe", num_hidden_layers=2)
