@@ -9,6 +9,7 @@ import zoo
 from ace_moe import ACE, build_plan
 from ace_moe.errors import OptionError, PolicyError
 from ace_moe.runtime import row_of
+from ace_moe.runtime.rows import Same
 from ace_moe.runtime.state import NONE, State
 from ace_moe.runtime.tracking import HIGHEST, LOWEST, moved
 
@@ -161,3 +162,11 @@ def test_a_device_has_one_state_whichever_name_it_goes_by():
     """vLLM says `cuda`, tensors say `cuda:0`: two states would let one move while layers read the other."""
     state = State()
     assert state.on(torch.device("cpu", 0)) is state.on(torch.device("cpu"))
+
+
+def test_rows_stay_where_a_graph_found_them():
+    """A larger pass makes others: memory that a recorded graph reads may not go back."""
+    same, device = Same(row_of("decode")), torch.device("cpu")
+    before = {n: same.rows(n, device).data_ptr() for n in (1, 64, 65)}
+    assert same.rows(5000, device).tolist() == [row_of("decode")] * 5000
+    assert before == {n: same.rows(n, device).data_ptr() for n in before}
