@@ -9,6 +9,7 @@ import zoo
 from ace_moe import ACE, build_plan
 from ace_moe.errors import OptionError, PolicyError
 from ace_moe.runtime import row_of
+from ace_moe.runtime.report import NOT_COUNTED
 from ace_moe.runtime.rows import Same
 from ace_moe.runtime.state import NONE, State
 from ace_moe.runtime.tracking import HIGHEST, LOWEST, moved
@@ -125,6 +126,16 @@ def test_a_pass_aside_leaves_thresholds_alone(demo_model, demo_plan, demo_window
         )
         run(demo_model, demo_windows.ids[:2, :30], 1)
         assert not torch.equal(ace.thresholds, tau)
+
+
+def test_a_pass_aside_says_nothing_of_padding(demo_model, demo_plan, demo_windows):
+    """Whether padding was counted is said of what was counted."""
+    with ACE(demo_plan)(demo_model) as ace:
+        with ace.runtime.aside():
+            demo_model(demo_windows.ids[:2, :8])
+        assert ace.report()["padding"] == NOT_COUNTED
+        demo_model(demo_windows.ids[:2, :8])
+        assert ace.report()["padding"] != NOT_COUNTED
 
 
 def test_restoring_or_not_leaves_thresholds_where_they_are(demo_model, demo_plan, demo_windows):
