@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ace_moe.demo import MODEL
-from ace_moe.errors import PlanError, PolicyError
+from ace_moe.errors import OptionError, PlanError, PolicyError
 from ace_moe.integrations.vllm import engine_args
 from ace_moe.integrations.vllm.settings import EVERY, Settings, check_policy
 from ace_moe.plan import Plan, Routers
 from ace_moe.policies import make
+from ace_moe.sharing.hub import FILE
 
 
 def test_engine_args() -> None:
@@ -22,6 +24,18 @@ def test_engine_args() -> None:
     assert ace["plan"].startswith("/") and ace["skip"] == skip and ace["gain"] == "none"
     settings = Settings.from_dict(ace)
     assert settings.policy_settings == {"gain": "none"} and settings.skip == skip
+
+
+def test_a_plan_of_the_hub_is_fetched_before_workers_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ace_moe.sharing.hub.fetch", lambda name, revision: Path("/kept", name, FILE))
+    assert engine_args("owner/name")["additional_config"]["ace"]["plan"] == f"/kept/owner/name/{FILE}"
+
+
+@pytest.mark.parametrize("wrong", [{"allow_other_weights": "false"}, {"workload": 5}, {"kernels": -1}, {"track": 1}])
+def test_what_is_of_another_kind_is_refused(wrong: dict[str, Any]) -> None:
+    """`"false"` would be taken for true."""
+    with pytest.raises(OptionError, match=f"`{next(iter(wrong))}` is"):
+        Settings.from_dict(wrong)
 
 
 def test_kernels_setting() -> None:

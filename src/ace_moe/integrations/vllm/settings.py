@@ -84,12 +84,14 @@ class Settings:
             raise OptionError(f"`executor` is one of {', '.join(EXECUTORS)}, not {self.executor!r}.")
         if self.routing not in ROUTINGS:
             raise OptionError(f"`routing` is one of {', '.join(ROUTINGS)}, not {self.routing!r}.")
-        if self.kernels != "auto" and not isinstance(self.kernels, int):
+        if self.kernels != "auto" and not (isinstance(self.kernels, int) and self.kernels >= 0):
             raise OptionError(
                 f'`kernels` is "auto", true, false or the largest number of tokens for our kernels, not {self.kernels!r}.'
             )
-
-        for name, given in (("restore", self.restore), ("track", self.track)):
+        if not isinstance(self.workload, str | None):
+            raise OptionError(f"`workload` is the name of a text, not {self.workload!r:.60}.")
+        for name in ("restore", "track", "allow_other_weights"):
+            given = getattr(self, name)
             if given is not None and not isinstance(given, bool):
                 raise OptionError(f"`{name}` is true or false, not {given!r:.60}.")
         check_valve(self.skip, self.skip_max, self.target_tpot)
