@@ -110,13 +110,14 @@ class Settings:
         for budget in (self.skip, *([] if self.skip_max is None else [self.skip_max])):
             look_up(plan, policy, budget, self.workload, self.control)
 
-    def chosen(self, plan: Plan | None = None) -> Policy:
+    def chosen(self, plan: Plan | None = None, served: bool = True) -> Policy:
         """The policy, which a plan may choose; one that can be served."""
         if plan is None:
             policy = choose(self.policy, self.preset, **self.policy_settings)
         else:
-            policy = policy_for(plan, self.policy, self.preset, self.workload, served=True, **self.policy_settings)
-        check_policy(policy)
+            policy = policy_for(plan, self.policy, self.preset, self.workload, served=served, **self.policy_settings)
+        if served:
+            check_policy(policy)
         return policy
 
     @property
@@ -129,12 +130,12 @@ class Settings:
         """Up to how many tokens our kernels run the experts, where they can."""
         return EVERY if self.kernels == "auto" or self.kernels is True else int(self.kernels)
 
-    def open(self, model: str | Path | None) -> tuple[Plan, Policy]:
+    def open(self, model: str | Path | None, served: bool = True) -> tuple[Plan, Policy]:
         """The plan and the policy, checked; same errors and words as in transformers. Tables it lacks are made from the
-        checkpoint's weights, where that is known."""
-        self.chosen()  # what cannot be served is said before tables are computed
+        checkpoint's weights, where that is known. `served`: False where transformers runs it, which can do more."""
+        self.chosen(served=served)  # what cannot be served is said before tables are computed
         plan = load_plan(self.plan) if self.plan or model is None else automatic_plan(model)  # type: ignore[arg-type]
-        policy = self.chosen(plan)
+        policy = self.chosen(plan, served)
         if model is None:
             check_tables(plan, policy, set())
             return plan, policy
