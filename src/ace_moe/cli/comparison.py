@@ -164,7 +164,7 @@ def study_thresholds(
 
     check_output(output, "results", plan, *text)
     check_texts(text, window, tokens, batch)
-    made = choose(**Deciding(policy, gain=gain).settings)
+    made = choose(**Deciding(policy, gain=gain).given)
     tokenizer, loaded = Loading(device).load_both(model)
     workloads = [load_windows(loaded, tokenizer, path, window, tokens) for path in text]
     subject = Subject(loaded, _plan(plan, model), workloads[0], batch)

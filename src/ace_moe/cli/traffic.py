@@ -59,7 +59,7 @@ def trace(
     check_texts([text], window, tokens, batch)
     if skip and plan is None:
         raise OptionError(f"Skipping {skip:.0%} needs a plan: give one with --plan, made by `ace tables`.")
-    options = {"workload": workload, "allow_other_weights": allow_other_weights, **deciding.settings}
+    options = {"workload": workload, "allow_other_weights": allow_other_weights, **deciding.given}
     tokenizer, loaded = loading.load_both(model)
     windows = load_windows(loaded, tokenizer, text, window, tokens)
     with _under(loaded, plan, skip, options) as runtime:
@@ -115,7 +115,7 @@ def simulate(
 
     check_output(output, "results", trace, plan, bench)
     found = _load(trace)
-    made = choose(**deciding.settings)
+    made = choose(**deciding.given)
     wanted, sizes = parse_budgets(skip), _sizes(batch)
     cost = None if bench is None else cost_of(bench, found.top_k)
     simulation = Simulation(found, made, None if plan is None else Plan.load(plan))
