@@ -256,7 +256,7 @@ def test_steps_and_rewinds_stay_within_the_cache(model):
 
 
 def test_a_graph_is_recorded_again_for_another_plan(model, monkeypatch):
-    """One recorded with a plan would go on skipping without it, by tables that are gone."""
+    """With the next prompt: one recorded with a plan would go on skipping without it, by tables that are gone."""
     decoder, ace, seen = Decoder(model, 2, 32, captured=True), ACE(build_plan(model)), []
 
     def record(self, cache):
@@ -264,14 +264,18 @@ def test_a_graph_is_recorded_again_for_another_plan(model, monkeypatch):
         seen.append(attached_to(model))
 
     monkeypatch.setattr(Decoder, "_capture", record)
-    decoder.prefill(prompt())
+
+    def say():
+        for _ in range(2):
+            decoder.prefill(prompt())
+            decoder.step(prompt()[:, :1])
+
     with ace(model):
         first = attached_to(model)
-        for _ in range(2):
-            decoder.step(prompt()[:, :1])
-    decoder.step(prompt()[:, :1])
+        say()
+    say()
     with ace(model):
-        decoder.step(prompt()[:, :1])
+        say()
         assert seen == [first, None, attached_to(model)]
 
 

@@ -99,6 +99,8 @@ class Decoder:
             raise IntegrationError(
                 "Experts in host memory are read by a plan's kernels: attach one, at threshold 0 if need be."
             )
+        if self.recorded is not attached_to(self.model):  # a graph goes on by the plan of its time, also where that is gone
+            self.graph = None
         prompt = DynamicCache(config=self.model.config)
         with self._phase("prefill"):
             out = self._read(ids, prompt)
@@ -143,12 +145,12 @@ class Decoder:
     @torch.no_grad()
     def step(self, token: Tensor) -> Tensor:
         """token [B, 1] → logits [B, V] of the next; the same memory at every step."""
-        cache, plan = self._filled, attached_to(self.model)
+        cache = self._filled
         if self.tokens == self.length:
             raise OptionError(f"The cache has room for {self.length} tokens and is full. Make a decoder with more.")
         self.token.copy_(token)
-        if self.captured and (self.graph is None or plan is not self.recorded):  # a graph knows the plan of its time alone
-            self.graph, self.recorded = None, plan
+        if self.captured and self.graph is None:
+            self.recorded = attached_to(self.model)
             self._capture(cache)
         if self.graph is not None:
             self.graph.replay()
