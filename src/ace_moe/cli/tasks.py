@@ -128,6 +128,7 @@ def evaluate_tasks(
     identity = {
         **identity_of(made.ace.attachment.model()),
         **{"harness": harness, "limit": limit, "policy": settled, "batch": batch, "cap": max_new_tokens, "chat": chat},
+        "workload": workload,  # other thresholds for the same budgets
         **({"expand": True} if expand else {}),
     }
     facts = {**of.facts(model, device, made_of(plan)), "settings": of.describe(settled, harness)}
