@@ -12,7 +12,7 @@ from ace_moe.demo import MODEL
 from ace_moe.errors import OptionError, PlanError, PolicyError
 from ace_moe.integrations.vllm import engine_args
 from ace_moe.integrations.vllm.settings import EVERY, Settings, check_policy
-from ace_moe.plan import Plan, Routers
+from ace_moe.plan import Plan, Routers, Threshold, Workload
 from ace_moe.policies import make
 from ace_moe.sharing.hub import FILE
 
@@ -50,6 +50,16 @@ def test_policies_that_decide_by_the_batch_are_refused() -> None:
     for name in ("oea", "xshare", "pesf", "oracle"):
         with pytest.raises(PolicyError, match=f"{name}' cannot be served"):
             check_policy(make(name))
+
+
+def test_the_newest_thresholds_that_can_be_served(demo_plan: Plan) -> None:
+    """What was mapped for transformers alone does not keep a server from starting."""
+    rest = {"budget": 0.3, "threshold": 0.1, "realised": 0.3, "corrected": True, "passes": 1}
+    text, names = Workload("a.txt", "0" * 64, 64), ("gsp", "share:compensate=mean", "pesf")
+    entries = [Threshold(**make(name).settings, **rest, workload=text) for name in names]  # type: ignore[arg-type]
+    plan = demo_plan.with_thresholds(entries)
+    assert Settings().chosen(plan).key == "gsp" and Settings().chosen(plan, served=False).key == "pesf"
+    assert Settings().chosen(demo_plan.with_thresholds(entries[1:])) == make("share")
 
 
 def test_tables_that_come_from_weights_are_added(demo_plan: Plan, tmp_path: Path) -> None:

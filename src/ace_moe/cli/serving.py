@@ -151,6 +151,8 @@ def map_missing(model: str, settings: Any, text: Path | None, load: Callable[[st
     wanted = {check_budget(b, plan.top_k, policy.min_active) for b in asked} - {0.0}
     given = None if text is None else _tokens(model, text)
     missing = sorted(b for b in wanted if not _known(plan, policy, b, settings.workload, given))
+    if settings.track and text is None:
+        missing = []  # thresholds that move find the budget themselves
     if missing and (text is not None or settings.workload is None):
         check_writable(Path(settings.plan))
         check_content(plan, model, settings.allow_other_weights)

@@ -93,6 +93,12 @@ class Policy(ABC):
         """Whether skipped sums get the mean and spread of whole ones, by statistics that belong to a budget."""
         return getattr(self, "compensate", None) == ALIGNED
 
+    @property
+    def servable(self) -> bool:
+        """Whether it decides a token by its gates and tables and repairs nothing: what every engine can run."""
+        plain = isinstance(self, TokenPolicy) and self.token_local and self.compensate is None
+        return plain and not self.needs_logits and not self.needs_norms
+
     def ready(self, name: str, table: Tensor) -> Tensor:
         """A table as the method uses it; made once for each layer."""
         return table

@@ -13,7 +13,7 @@ from typing import Any
 from ...checkpoint import MoEModel
 from ...errors import OptionError, PolicyError
 from ...plan import Plan
-from ...policies import AUTO, Policy, TokenPolicy, choose
+from ...policies import AUTO, Policy, choose
 from ...runtime.settings import Skip, check_tables, policy_for
 from ...runtime.tracking import Control, look_up
 from ...sharing import load_plan
@@ -174,11 +174,11 @@ def settings_of(vllm_config: Any) -> Settings | None:
 
 def check_policy(policy: Policy) -> None:
     """Only methods that decide a token by its gates and tables can be served: batches there mix requests."""
-    if isinstance(policy, TokenPolicy) and policy.token_local and not policy.needs_logits and not policy.needs_norms:
-        if policy.compensate is None:
-            return
+    if policy.servable:
+        return
+    if repair := getattr(policy, "compensate", None):
         raise PolicyError(
-            f"compensate={policy.compensate!r} cannot be served: what stands in for skipped slots is added by our executors in "
+            f"compensate={repair!r} cannot be served: what stands in for skipped slots is added by our executors in "
             "transformers alone. Leave it out."
         )
     why = "it decides by the batch or the sequence, which mix requests in a server"
