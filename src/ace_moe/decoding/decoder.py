@@ -99,10 +99,8 @@ class Decoder:
             raise IntegrationError(
                 "Experts in host memory are read by a plan's kernels: attach one, at threshold 0 if need be."
             )
-        if self.recorded is not attached_to(
-            self.model
-        ):  # a graph goes on by the plan of its time, also where that is gone
-            self.graph = None
+        if self.recorded is not attached_to(self.model):
+            self.graph = None  # it would go on by the plan of its time, also where that is gone
         prompt = DynamicCache(config=self.model.config)
         with self._phase("prefill"):
             out = self._read(ids, prompt)
