@@ -45,6 +45,7 @@ def test_options_that_would_be_ignored(single: Path, plan: Path, text: Path, ref
     refuse("run", single, "-p", plan, "--prompt", "x", "--policy", "gsp", "--preset", "paper", says=("not both",))
     mapped = ("budget", single, "-p", plan, "--text", text, *SMALL, "--budgets", 0.5)
     refuse(*mapped, "--max-kl", 0.1, says=("leave --budgets out",))
+    refuse(*compare(single, text, "--rival", "gsp"), says=("--rival is one of", "share"))
     refuse("bench", single, "--layers", 1, says=("--layers is for --shape",))
     refuse("bench", single, "--decode", "16x1x3", says=("16x1x3", "tokens x batch"))
     refuse("bench", single, "--chart", text.with_name("c.xyz"), says=("no picture that can be drawn", "png"))
