@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -62,6 +62,9 @@ class Policy(ABC):
             raise PolicyError(
                 f"factor names a table that weighs the layers of a token policy, not {self.factor!r} here."
             )
+        for name in (f.name for f in fields(self) if f.type in (bool, "bool")):
+            if not isinstance(getattr(self, name), bool):  # "False", as Python spells it, would count as true
+                raise PolicyError(f"{name} is true or false, not {getattr(self, name)!r}.")
 
     @property
     def params(self) -> dict[str, Any]:
