@@ -167,6 +167,8 @@ class ACE:
             )
         if self.attachment is None:
             raise IntegrationError("Budgets for single sequences need an attached model: `ace.attach(model)` first.")
+        if not budgets:
+            raise BudgetError("Give a budget for each sequence of the batch, such as [0.3, 0.0].")
         numbers = torch.tensor([self._number(budget) for budget in budgets])
         with self.attachment.told(budgets=numbers):
             yield

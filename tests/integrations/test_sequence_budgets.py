@@ -54,6 +54,8 @@ def test_what_does_not_fit_is_refused(demo_model, plan, demo_windows):
     with ace(demo_model):
         with pytest.raises(BudgetError, match="at most"), ace.rows([0.95]):
             pass
+        with pytest.raises(BudgetError, match="a budget for each"), ace.rows([]):
+            pass
         drafted = {"prefill": 0.2, "decode": 0.5, "verify": 0.0}
         with pytest.raises(BudgetError, match="go by decode"), ace.rows([drafted]):
             pass
