@@ -288,8 +288,10 @@ def test_run_makes_its_own_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     with patch.dict(os.environ, {"ACE_CACHE": str(tmp_path)}):
         ask = ("run", MODEL, "--prompt", "The city", "--max-new-tokens", 2, "--json")
         first, second = run_ace(*ask), run_ace(*ask)
+        mended = run_ace(*ask, "--policy", "share:compensate=mean", "--dtype", "float32")
     assert first.json["requested"] == 0.3 and second.json["text"] == first.json["text"]
     assert "mapping 30%" in first.err and "mapping" not in second.err
+    assert mended.json["realised"] > 0, "what vLLM cannot serve runs here"
 
 
 def test_chat_with_live_budgets(plan: Path) -> None:
@@ -333,3 +335,10 @@ def test_serve_shows_its_command_without_vllm(plan: Path) -> None:
     command = shlex.split(shown.out)
     assert command[1:4] == ["-m", "vllm.entrypoints.cli.main", "serve"] and "8001" in command
     assert refused.code == 1 and "ace-moe[vllm]" in refused.err
+
+
+def test_thresholds_that_move_need_no_text(tmp_path: Path) -> None:
+    """No model is loaded to map a budget that the server will find by itself."""
+    with patch.dict(os.environ, {"ACE_CACHE": str(tmp_path)}):
+        ran = run_ace("serve", MODEL, "--skip", 0.5, "--track", "--dry-run")
+    assert ran.code == 0 and "mapping" not in ran.err and not Plan.load(*tmp_path.glob("*.safetensors")).thresholds

@@ -16,6 +16,7 @@ from ace_moe.bench.latency import WHOLE
 from ace_moe.decoding import Decoder, attention, static
 from ace_moe.decoding.layerwise import build_of, compiled_layers, decoder_layers
 from ace_moe.errors import IntegrationError, OptionError
+from ace_moe.integrations.transformers import attached_to
 from ace_moe.loading import load_model
 
 
@@ -235,6 +236,47 @@ def test_what_does_not_fit_is_refused(model):
         Decoder(zoo.build("deepseek_v32"), 1, 32).prefill(zoo.inputs(1)["input_ids"])
     with pytest.raises(IntegrationError, match="share their keys"):
         Decoder(zoo.build("gemma4", num_kv_shared_layers=2), 1, 32)
+
+
+def test_steps_and_rewinds_stay_within_the_cache(model):
+    """A token too many would take the first one's place."""
+    decoder, token = Decoder(model, 2, 11), torch.ones(2, 1, dtype=torch.long)
+    decoder.prefill(prompt())
+    for _ in range(2):
+        decoder.step(token)
+    with pytest.raises(OptionError, match="room for 11 tokens"):
+        decoder.step(token)
+    for place in (-1, 12):
+        with pytest.raises(OptionError, match="none of their places"):
+            decoder.rewind(place)
+    decoder.rewind(10)
+    decoder.step(token)
+    with pytest.raises(OptionError, match="room for 11 tokens"):
+        decoder.step(token)
+
+
+def test_a_graph_is_recorded_again_for_another_plan(model, monkeypatch):
+    """With the next prompt: one recorded with a plan would go on skipping without it, by tables that are gone."""
+    decoder, ace, seen = Decoder(model, 2, 32, captured=True), ACE(build_plan(model)), []
+
+    def record(self, cache):
+        self.graph, self.logits = SimpleNamespace(replay=lambda: None), torch.zeros(2, 4)
+        seen.append(attached_to(model))
+
+    monkeypatch.setattr(Decoder, "_capture", record)
+
+    def say():
+        for _ in range(2):
+            decoder.prefill(prompt())
+            decoder.step(prompt()[:, :1])
+
+    with ace(model):
+        first = attached_to(model)
+        say()
+    say()
+    with ace(model):
+        say()
+        assert seen == [first, None, attached_to(model)]
 
 
 def test_attention_is_sdpa_but_for_one_token(model):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from .checkpoint import MoEModel
-from .errors import BudgetError, IntegrationError, OptionError
+from .errors import BudgetError, IntegrationError, OptionError, PolicyError
 from .integrations.transformers import Attachment, attached_to, base_of
 from .integrations.transformers.attachment import CHANGING
 from .integrations.transformers.experts import CHOICES, Choice
@@ -33,9 +33,9 @@ from .text import Text, Windows
 
 @dataclass(frozen=True)
 class Pending:
-    """A budget that still waits for a model to be mapped on."""
+    """A budget that still waits for a model to be mapped on; none where a threshold was set meanwhile."""
 
-    skip: Skip
+    skip: Skip | None
     model: str | Path  # where its tokenizer comes from, unless one was given
     text: Text | None  # none: the model writes its own
     tokens: int
@@ -76,15 +76,17 @@ class ACE:
         self.policy, self.dispatch = policy_for(plan, policy, preset, workload, **settings), dispatch
         check_tables(plan, self.policy, set(TABLES), calibrates=pending is not None)
         self.attachment: Attachment | None = None
-        self._pending, self._votes = pending, {"restore": restore, "reads": reads}
+        self._votes = {"restore": restore, "reads": reads}
         self.control = check_control(control, self.policy)
         self.runtime = Runtime(plan, self.policy, BUDGETS, **self._votes)
         self._budgets: list[Budget] = []  # of sequences
         self._watch: Callable[[], AbstractContextManager[None]] = nullcontext
         self.skip: Skip | None = None
-        for budget in by_phase(pending.skip if pending else 0.0).values():
-            check_budget(budget, plan.top_k, self.policy.min_active)
+        self._pending: Pending | None = None
         self.set_skip(skip)
+        self._pending = pending
+        if pending is not None and pending.skip is not None:
+            self.set_skip(pending.skip)
 
     @classmethod
     def load(cls, path: str | Path, skip: Skip = 0.0, **options: Any) -> ACE:
@@ -135,7 +137,15 @@ class ACE:
         return self.runtime.state.tau[1:4]
 
     def set_skip(self, skip: Skip) -> None:
-        """Another budget, at once: τ is changed in place, nothing is rebuilt or recompiled. Counters start anew."""
+        """Another budget, at once: τ is changed in place, nothing is rebuilt or recompiled. Counters start anew.
+
+        What `from_pretrained` made has no thresholds before a model is attached: the budget waits for that.
+        """
+        if self._pending is not None:
+            for budget in by_phase(skip).values():
+                check_budget(budget, self.top_k, self.policy.min_active)
+            self._pending = replace(self._pending, skip=skip)
+            return
         self._set(skip)
         self.runtime.reset()
         self.skip = dict(skip) if isinstance(skip, Mapping) else skip
@@ -151,8 +161,14 @@ class ACE:
         """Inside, each sequence of a batch has the budget at its place; `report()["requests"]` tells them apart."""
         if self.policy.aligned:
             raise BudgetError("Under `aligned` sequences have one budget: its statistics are of one τ.")
+        if not self.policy.token_local:
+            raise PolicyError(
+                f"Policy {self.policy.key!r} decides by the batch or the sequence: all sequences of a batch have one budget."
+            )
         if self.attachment is None:
             raise IntegrationError("Budgets for single sequences need an attached model: `ace.attach(model)` first.")
+        if not budgets:
+            raise BudgetError("Give a budget for each sequence of the batch, such as [0.3, 0.0].")
         numbers = torch.tensor([self._number(budget) for budget in budgets])
         with self.attachment.told(budgets=numbers):
             yield
@@ -160,6 +176,8 @@ class ACE:
     def _number(self, skip: Skip) -> int:
         """The number of a sequence's budget; a new one gets rows of its own."""
         phases = by_phase(skip)
+        if phases["verify"] != phases["decode"]:
+            raise BudgetError("A sequence's own budget names prefill and decode; its drafted tokens go by decode.")
         budget = Budget(
             *(round(check_budget(phases[p], self.top_k, self.policy.min_active), 2) for p in ("prefill", "decode"))
         )
@@ -190,6 +208,8 @@ class ACE:
         self.runtime.set(tau)
         self.runtime.reset()
         self.skip = None
+        if self._pending is not None:
+            self._pending = replace(self._pending, skip=None)
 
     # ---- the model ----------------------------------------------------------------------------------------------
 
@@ -221,12 +241,13 @@ class ACE:
 
     def _map(self, model: PreTrainedModel, pending: Pending) -> None:
         """The threshold that `from_pretrained` was asked for, and what the policy needs beside."""
-        budgets = [b for b in set(by_phase(pending.skip).values()) if b != 0]
+        budgets = [b for b in set(by_phase(pending.skip or 0.0).values()) if b != 0]
         if budgets or self.plan.lacks(self.policy.tables):
             with self._watch():
                 self.plan = map_budgets(model, self.plan, self.policy, pending.windows(model), budgets).plan
-        self.set_skip(pending.skip)
         self._pending = None
+        if pending.skip is not None:
+            self.set_skip(pending.skip)
 
     def detach(self) -> None:
         """The model is as it was; the counters stay readable."""

@@ -14,7 +14,7 @@ from bad_input_cases import Refuse, edit_config, rewrite, run_arguments
 from safetensors.torch import load_file, save_file
 
 from ace_moe import cli
-from ace_moe.cli.serving import parse_kernels, refuse_flags
+from ace_moe.cli.serving import parse_kernels, refuse_flags, take_additional
 from ace_moe.errors import ModelError, OptionError
 from ace_moe.scoring import Score
 from command import run_ace
@@ -38,6 +38,27 @@ def test_budgets_of_every_command(value: str, single: Path, plan: Path, text: Pa
 @pytest.mark.parametrize(("option", "value"), [("--min-mass", "nan"), ("--min-mass", "2"), ("--min-active", "0")])
 def test_safeguards_of_compare(option: str, value: str, single: Path, text: Path, refuse: Refuse) -> None:
     refuse(*compare(single, text, option, value), says=(option.strip("-").replace("-", "_"),))
+
+
+def test_options_that_would_be_ignored(single: Path, plan: Path, text: Path, refuse: Refuse) -> None:
+    refuse("tables", single, "--device", "cpu,cpu", "-o", text.with_name("t.safetensors"), says=("--workers 2",))
+    refuse("run", single, "-p", plan, "--prompt", "x", "--policy", "gsp", "--preset", "paper", says=("not both",))
+    mapped = ("budget", single, "-p", plan, "--text", text, *SMALL, "--budgets", 0.5)
+    refuse(*mapped, "--max-kl", 0.1, says=("leave --budgets out",))
+    refuse(*compare(single, text, "--rival", "gsp"), says=("--rival is one of", "share"))
+    refuse("bench", single, "--layers", 1, says=("--layers is for --shape",))
+    refuse("bench", single, "--decode", "16x1x3", says=("16x1x3", "tokens x batch"))
+    refuse("bench", single, "--chart", text.with_name("c.xyz"), says=("no picture that can be drawn", "png"))
+    refuse("serve", single, "-p", plan, "--dry-run", "--trace-tokens", 5, says=("--trace FILE",))
+    asked = ("eval", single, "-p", plan, "--tasks", "piqa", "-o", text.with_name("e.json"))
+    refuse(*asked, "--harness", "evalscope", "--chat", says=("--harness lm-eval",))
+
+
+@pytest.mark.parametrize("flag", ["--additional-config", "--additional_config"])
+def test_vllms_own_configuration_joins_ours(flag: str) -> None:
+    """vLLM takes both spellings, and the last one alone."""
+    for given in ([flag, '{"a": 1}'], [f'{flag}={{"a": 1}}']):
+        assert take_additional(["--x", *given, "y"]) == (["--x", "y"], {"a": 1})
 
 
 # ---- models that diverged ---------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 import zoo
+from ace_moe import ACE, build_plan
 from ace_moe.bench import latency, memory, run, shapes
 from ace_moe.bench.run import Bench, result
 from ace_moe.bench.tokens import random_tokens
@@ -16,6 +17,7 @@ from ace_moe.cli import app
 from ace_moe.cli.bench_table import chart, latency_table
 from ace_moe.demo import MODEL, TEXT
 from ace_moe.errors import AceError, DeviceError, StructureError
+from ace_moe.integrations.transformers import attached_to
 from ace_moe.loading import load_model, load_tokenizer
 from ace_moe.planning import map_budgets
 from ace_moe.provenance import FIELDS
@@ -40,6 +42,36 @@ def few_steps(monkeypatch):
 def model(monkeypatch):
     monkeypatch.setitem(shapes.SHAPES, "tiny", ("Qwen3MoeConfig", TINY))
     return shapes.build("tiny", "cpu")
+
+
+@pytest.mark.parametrize("path", ["eager", "grouped_mm"])
+def test_stock_is_timed_without_the_plan(model, path, monkeypatch):
+    """What no graph has recorded looks the model up at each call: by then the plan is in it."""
+    bench, seen = Bench(model, [0.0], lambda row: None), []
+
+    def time(self, repeats):
+        config = model.model.layers[0].mlp.experts.config
+        seen.append((config._experts_implementation, attached_to(model) is None))
+        return stock(self, repeats)
+
+    stock = latency.Prompt.time
+    monkeypatch.setattr(latency.Prompt, "time", time)
+    list(bench.prefill(8, 1, [path]))
+    assert set(seen) == {(path, True), ("ace", False)}
+
+
+@torch.no_grad()
+def test_a_plan_is_out_and_in_again():
+    """As if it had never been there, then as it was."""
+    model = zoo.build("qwen3_moe")
+    bare = zoo.run(model)
+    with ACE(build_plan(model), policy="share")(model) as ace:
+        ace.set_threshold(0.9)
+        ours = zoo.run(model)
+        ace.reset()
+        with ace.attachment.out("grouped_mm"):
+            assert torch.equal(zoo.run(model), bare) and ace.report()["prefill"]["routed"] == 0
+        assert torch.equal(zoo.run(model), ours) and ace.realised > 0 and not torch.equal(ours, bare)
 
 
 @pytest.mark.long

@@ -205,6 +205,9 @@ def test_another_measurement_is_not_continued(tmp_path: Path) -> None:
     assert open_results(path, "compare", {"text": "a", "window": 8})["identity"]["text"] == "a"
     with pytest.raises(ResultError, match=r"text is 'a' there and 'b' now.*--out"):
         open_results(path, "compare", {"text": "b", "window": 8})
+    assert open_results(path, "compare", {"workload": None}), "what an earlier release did not know of was not asked"
+    with pytest.raises(ResultError, match="workload"):
+        open_results(path, "compare", {"workload": "code.txt"})
 
 
 def changed_experts(model: PreTrainedModel) -> PreTrainedModel:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -11,6 +12,7 @@ import pytest
 
 from ace_moe.demo import MODEL, TEXT
 from ace_moe.evaluate import quality
+from ace_moe.plan import Plan
 from command import run_ace
 
 SMALL = ("--text", TEXT, "--tokens", 300, "--window", 128)
@@ -56,6 +58,10 @@ def test_a_stopped_run_goes_on(plan: Path, tmp_path: Path) -> None:
     assert found["ace"] == wanted["ace"] and found["perplexity"] == wanted["perplexity"]
     other = run_ace("perplexity", MODEL, *SMALL, "-o", path)
     assert other.code == 1 and "another measurement" in other.err
+    read = Plan.load(plan)
+    moved = replace(read, thresholds=tuple(replace(t, threshold=t.threshold / 2) for t in read.thresholds))
+    again = run_ace(*options[:-3], "-p", moved.save(tmp_path / "moved.safetensors"), *options[-3:], path)
+    assert again.code == 1 and "thresholds is" in again.err, "the same budget by other thresholds"
 
 
 class StopAfter:

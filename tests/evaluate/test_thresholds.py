@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from ace_moe import ACE
 from ace_moe.demo import MODEL, TEXT
-from ace_moe.errors import OptionError, PolicyError
+from ace_moe.errors import OptionError, PolicyError, ResultError
 from ace_moe.evaluate import thresholds
 from ace_moe.evaluate.subject import Subject
 from ace_moe.evaluate.thresholds import Study, study
@@ -84,6 +84,9 @@ def test_a_study_goes_on(
     assert more["budgets"] == [0.3, 0.5]
     assert more["workloads"][:2] == first["workloads"] and len(more["workloads"]) == 4
     assert more["cost"] == first["cost"]
+    cut = [Windows(w.ids.reshape(-1, w.ids.shape[1] // 2), w.workload) for w in workloads]
+    with pytest.raises(ResultError, match="window is"):
+        study(setup(demo_model, demo_plan, cut[0], **options), cut, path, {})
 
 
 def test_bad_studies(demo_model: PreTrainedModel, demo_plan: Plan, workloads: list[Windows], tmp_path: Path) -> None:

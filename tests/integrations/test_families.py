@@ -153,5 +153,7 @@ def test_families_outside_the_registry_are_refused_or_covered(name, tried):
     assert torch.equal(before, zoo.run(model))
     runtime.set(torch.full((3,), 1.02 / zoo.TOP_K))
     assert not torch.equal(before, zoo.run(model))
+    with attachment.out("grouped_mm"):
+        assert torch.equal(before, zoo.run(model))
     attachment.remove()
     assert torch.equal(before, zoo.run(model))

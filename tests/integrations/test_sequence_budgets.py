@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ace_moe import ACE
-from ace_moe.errors import BudgetError, IntegrationError
+from ace_moe.errors import BudgetError, IntegrationError, PolicyError
 from ace_moe.planning import map_budgets
 from ace_moe.policies import make
 
@@ -49,8 +49,15 @@ def test_what_does_not_fit_is_refused(demo_model, plan, demo_windows):
     ace = ACE(plan, policy="share")
     with pytest.raises(IntegrationError, match="attach"), ace.rows([0.2]):
         pass
+    with pytest.raises(PolicyError, match="one budget"), ACE(plan, policy="pesf").rows([0.0]):
+        pass
     with ace(demo_model):
         with pytest.raises(BudgetError, match="at most"), ace.rows([0.95]):
+            pass
+        with pytest.raises(BudgetError, match="a budget for each"), ace.rows([]):
+            pass
+        drafted = {"prefill": 0.2, "decode": 0.5, "verify": 0.0}
+        with pytest.raises(BudgetError, match="go by decode"), ace.rows([drafted]):
             pass
         with ace.rows([0.2, 0.5]), pytest.raises(IntegrationError, match="2 sequences"):
             demo_model(demo_windows.ids[:3, :4])

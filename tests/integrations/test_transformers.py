@@ -214,3 +214,18 @@ def test_from_pretrained_maps_when_a_model_comes(demo_model, demo_folder):
     assert ace.report()["prefill"]["realised"] == pytest.approx(0.5, abs=0.15)
     assert ace.report()["decode"]["realised"] == 0
     assert [t.budget for t in ace.plan.thresholds] == [0.5]
+
+
+def test_what_is_set_before_a_model_comes_holds(demo_model, demo_folder):
+    from ace_moe.demo import TEXT
+
+    ace = ACE.from_pretrained(demo_folder, skip=0.3, policy="share", text=TEXT, tokens=1024)
+    ace.set_threshold(0.1)
+    with ace(demo_model):
+        assert ace.thresholds.tolist() == pytest.approx([0.1] * 3) and ace.skip is None and not ace.plan.thresholds
+    ace = ACE.from_pretrained(demo_folder, policy="share", text=TEXT, tokens=1024)
+    with pytest.raises(BudgetError, match="at most"):
+        ace.set_skip(0.95)
+    ace.set_skip(0.5)
+    with ace(demo_model):
+        assert ace.skip == 0.5 and ace.thresholds[1] > 0 and [t.budget for t in ace.plan.thresholds] == [0.5]

@@ -43,6 +43,16 @@ def test_decode_steps_read_what_was_asked_for(demo_model, demo_plan, demo_window
         assert ace.report()["reads"]["generated"]["ratio"] == pytest.approx(0.75, abs=0.05)
 
 
+def test_safeguards_end_the_search(demo_model, demo_plan, windows):
+    """Where they protect more than the floor does, what is left is the most, not an error about a budget nobody asked for."""
+    policy = make("share", min_mass=0.7)
+    found, plan = most_within(demo_model, demo_plan, policy, windows, 100.0)
+    limit = plan.curve(policy.settings, windows.workload.sha256).limit
+    assert limit < 0.7 and limit - 0.01 < found <= limit
+    with pytest.raises(BudgetError, match=f"At most {limit:.1%} can be skipped"):
+        least_reading(demo_model, demo_plan, policy, windows, 0.01, 16)
+
+
 def test_what_cannot_be_met_is_refused(demo_model, demo_plan, windows):
     for search, bound in ((most_within, (0.1,)), (least_reading, (0.5, 16))):
         with pytest.raises(BudgetError, match=r"'oea'"):

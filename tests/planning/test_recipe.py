@@ -126,6 +126,7 @@ def test_another_runs_leftover_is_not_taken(
     with pytest.raises(Stop):
         map_budgets(demo_model, demo_plan, make("share"), demo_windows, [0.3], save=stop, partial=partial)
     for policy, windows in (
+        (make("share"), Windows(demo_windows.ids.view(8, 128), demo_windows.workload)),
         (make("ace"), demo_windows),
         (make("share", min_active=2), demo_windows),
         (make("share"), Windows(demo_windows.ids, demo_windows.workload.__class__("other", "1" * 64, 1024))),

@@ -22,6 +22,7 @@ from ace_moe.planning import factors, tune
 from ace_moe.planning.evidence import Part, log_kl
 from ace_moe.planning.passes import observe
 from ace_moe.planning.trials import Trials
+from ace_moe.planning.tuning import _identity
 from ace_moe.policies import PRESETS, make
 from ace_moe.policies.calibration import answers, watch
 from ace_moe.runtime.settings import policy_for
@@ -52,6 +53,13 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         kept = json.loads(path.with_name(".plan.safetensors.tune").read_text())
         said = run_ace("tune", MODEL, "-p", path, "--text", TEXT, *OPTIONS).json
     return {"path": path, "said": said, "kept": kept, "rows": rows}
+
+
+def test_a_search_goes_on_with_the_windows_it_had(demo_model: Any, demo_plan: Plan, demo_windows: Any) -> None:
+    """The same tokens in shorter windows are another search: losses are added up by window."""
+    cut = windows_of(demo_windows.ids.view(-1, 128), demo_windows.workload.name)
+    one, other = (_identity(demo_model, demo_plan, w, [0.5]) for w in (demo_windows, cut))
+    assert cut.workload == demo_windows.workload and one != other
 
 
 def test_a_stopped_search_loses_nothing(ran: dict[str, Any]) -> None:

@@ -1,12 +1,14 @@
 """Every policy × gain × kind of gates: the laws that hold whatever the method."""
 
+from dataclasses import fields
+
 import pytest
 import torch
 from policy_cases import EXPERTS, KINDS, VARIANTS, K, label, of, part, routing, tables
 
 from ace_moe import rule
 from ace_moe.errors import PolicyError
-from ace_moe.policies import TokenPolicy, make
+from ace_moe.policies import POLICIES, TokenPolicy, make
 from ace_moe.rule import GAINS
 from ace_moe.runtime.layer import Layer
 from ace_moe.runtime.rows import Same, row_of
@@ -234,3 +236,13 @@ def test_every_policy_says_what_it_is():
         assert policy.limits or policy.mapping == "quantile", f"{policy.name}: a search may fail and must say why"
         assert policy.__doc__ and make(policy).settings == policy.settings
         assert set(policy.needs) <= set(tables())
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_switches_are_true_or_false(name):
+    """Not "False", as Python spells it: a text that is not empty would count as true."""
+    for switch in (f.name for f in fields(POLICIES[name]) if f.type == "bool"):
+        assert getattr(make(f"{name}:{switch}=false"), switch) is False
+        for wrong in ("False", "no", "0", "null"):
+            with pytest.raises(PolicyError, match=f"{switch} is true or false"):
+                make(f"{name}:{switch}={wrong}")

@@ -9,6 +9,8 @@ import zoo
 from ace_moe import ACE, build_plan
 from ace_moe.errors import OptionError, PolicyError
 from ace_moe.runtime import row_of
+from ace_moe.runtime.report import NOT_COUNTED
+from ace_moe.runtime.rows import Same
 from ace_moe.runtime.state import NONE, State
 from ace_moe.runtime.tracking import HIGHEST, LOWEST, moved
 
@@ -126,6 +128,26 @@ def test_a_pass_aside_leaves_thresholds_alone(demo_model, demo_plan, demo_window
         assert not torch.equal(ace.thresholds, tau)
 
 
+def test_a_pass_aside_says_nothing_of_padding(demo_model, demo_plan, demo_windows):
+    """Whether padding was counted is said of what was counted."""
+    with ACE(demo_plan)(demo_model) as ace:
+        with ace.runtime.aside():
+            demo_model(demo_windows.ids[:2, :8])
+        assert ace.report()["padding"] == NOT_COUNTED
+        demo_model(demo_windows.ids[:2, :8])
+        assert ace.report()["padding"] != NOT_COUNTED
+
+
+def test_restoring_or_not_leaves_thresholds_where_they_are(demo_model, demo_plan, demo_windows):
+    with ACE(demo_plan, 0.5, policy="share", control="track", reads=True)(demo_model) as ace:
+        start = ace.thresholds
+        run(demo_model, demo_windows.ids[:2, :30], 20)
+        tau = ace.thresholds
+        for on in (True, False):
+            ace.set_restore(on)
+            assert torch.equal(ace.thresholds, tau) and not torch.equal(tau, start)
+
+
 @pytest.mark.long
 def test_it_lives_in_a_compiled_model():
     model = zoo.build("qwen3_moe", num_hidden_layers=2)
@@ -151,3 +173,11 @@ def test_a_device_has_one_state_whichever_name_it_goes_by():
     """vLLM says `cuda`, tensors say `cuda:0`: two states would let one move while layers read the other."""
     state = State()
     assert state.on(torch.device("cpu", 0)) is state.on(torch.device("cpu"))
+
+
+def test_rows_stay_where_a_graph_found_them():
+    """A larger pass makes others: memory that a recorded graph reads may not go back."""
+    same, device = Same(row_of("decode")), torch.device("cpu")
+    before = {n: same.rows(n, device).data_ptr() for n in (1, 64, 65)}
+    assert same.rows(5000, device).tolist() == [row_of("decode")] * 5000
+    assert before == {n: same.rows(n, device).data_ptr() for n in before}

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ace_moe.errors import IntegrationError, OptionError, PlanError
+from ace_moe.errors import BudgetError, IntegrationError, OptionError, PlanError
 from ace_moe.integrations import sglang
 from ace_moe.plan import Plan
 from ace_moe.policies import Routing, make
@@ -105,6 +105,16 @@ def test_register_hooks_only_when_asked(demo_plan: Plan, tmp_path: Any, monkeypa
     assert [(target, kind) for target, _, kind in hooks] == [(sglang.TARGET, "around")]
     monkeypatch.setenv(sglang.VARIABLE, json.dumps({"plan": str(path), "skip": {"prefill": 0.5}}))
     with pytest.raises(OptionError, match="one budget"):
+        sglang.register()
+    for ignored in ({"track": True}, {"restore": True}, {"allow_other_weights": True}):
+        monkeypatch.setenv(sglang.VARIABLE, json.dumps({"plan": str(path), **ignored}))
+        with pytest.raises(OptionError, match=f"{next(iter(ignored))}: of vLLM alone"):
+            sglang.register()
+    monkeypatch.setenv(sglang.VARIABLE, json.dumps({"plan": str(path), "workload": "no such text"}))
+    with pytest.raises(BudgetError, match="no such text"):
+        sglang.register()
+    monkeypatch.setenv(sglang.VARIABLE, "plan.safetensors")
+    with pytest.raises(OptionError, match="no JSON object"):
         sglang.register()
     monkeypatch.setenv(sglang.VARIABLE, json.dumps({"plan": str(path), "policy": "aimer"}))
     with pytest.raises(PlanError, match="aimer"):  # the hook does not know the checkpoint

@@ -37,6 +37,15 @@ def test_a_token_is_what_it_is_by_its_position(kind: str) -> None:
     assert found.dtype == np.int8 and found.tolist() == expected
 
 
+def test_a_step_is_not_taken_for_one_with_budgets() -> None:
+    """Three requests with budgets 1, 0, 0 are as many numbers as four without, of which the last has a prompt of one token."""
+    rows, three = Rows(64, "cpu"), step([1, 1, 1], 9, 5)
+    rows.mark(step([1] * 4, [9, 9, 9, 0], [5, 5, 5, 1]))
+    assert rows.rows(5, torch.device("cpu")).tolist() == [D, D, D, P, PADDING]
+    rows.mark(three._replace(budgets=np.array([1, 0, 0])))
+    assert rows.rows(5, torch.device("cpu")).tolist() == [row_of("decode", 1), D, D, PADDING, PADDING]
+
+
 def test_rows_agree_with_a_token_by_token_account() -> None:
     random = np.random.default_rng(0)
     for _ in range(200):

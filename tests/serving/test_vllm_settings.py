@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ace_moe.demo import MODEL
-from ace_moe.errors import PlanError, PolicyError
+from ace_moe.errors import OptionError, PlanError, PolicyError
 from ace_moe.integrations.vllm import engine_args
 from ace_moe.integrations.vllm.settings import EVERY, Settings, check_policy
-from ace_moe.plan import Plan, Routers
+from ace_moe.plan import Plan, Routers, Threshold, Workload
 from ace_moe.policies import make
+from ace_moe.sharing.hub import FILE
 
 
 def test_engine_args() -> None:
@@ -22,6 +24,18 @@ def test_engine_args() -> None:
     assert ace["plan"].startswith("/") and ace["skip"] == skip and ace["gain"] == "none"
     settings = Settings.from_dict(ace)
     assert settings.policy_settings == {"gain": "none"} and settings.skip == skip
+
+
+def test_a_plan_of_the_hub_is_fetched_before_workers_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ace_moe.sharing.hub.fetch", lambda name, revision: Path("/kept", name, FILE))
+    assert engine_args("owner/name")["additional_config"]["ace"]["plan"] == f"/kept/owner/name/{FILE}"
+
+
+@pytest.mark.parametrize("wrong", [{"allow_other_weights": "false"}, {"workload": 5}, {"kernels": -1}, {"track": 1}])
+def test_what_is_of_another_kind_is_refused(wrong: dict[str, Any]) -> None:
+    """`"false"` would be taken for true."""
+    with pytest.raises(OptionError, match=f"`{next(iter(wrong))}` is"):
+        Settings.from_dict(wrong)
 
 
 def test_kernels_setting() -> None:
@@ -36,6 +50,16 @@ def test_policies_that_decide_by_the_batch_are_refused() -> None:
     for name in ("oea", "xshare", "pesf", "oracle"):
         with pytest.raises(PolicyError, match=f"{name}' cannot be served"):
             check_policy(make(name))
+
+
+def test_the_newest_thresholds_that_can_be_served(demo_plan: Plan) -> None:
+    """What was mapped for transformers alone does not keep a server from starting."""
+    rest = {"budget": 0.3, "threshold": 0.1, "realised": 0.3, "corrected": True, "passes": 1}
+    text, names = Workload("a.txt", "0" * 64, 64), ("gsp", "share:compensate=mean", "pesf")
+    entries = [Threshold(**make(name).settings, **rest, workload=text) for name in names]  # type: ignore[arg-type]
+    plan = demo_plan.with_thresholds(entries)
+    assert Settings().chosen(plan).key == "gsp" and Settings().chosen(plan, served=False).key == "pesf"
+    assert Settings().chosen(demo_plan.with_thresholds(entries[1:])) == make("share")
 
 
 def test_tables_that_come_from_weights_are_added(demo_plan: Plan, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import copy
 import json
 import pickle
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,8 @@ from serving_parts import FOUND, vllm_config
 from ace_moe.errors import IntegrationError, PlanError
 from ace_moe.integrations.vllm import skipping
 from ace_moe.plan import Plan
+from ace_moe.plan.entries import Workload
+from ace_moe.runtime import row_of
 
 
 def test_budgets_are_not_in_the_compile_hash(configured: Callable[..., Any]) -> None:
@@ -67,6 +70,20 @@ def test_tau_is_changed_where_layers_read_it(configured: Callable[..., Any]) -> 
     own.set_threshold([0.1, 0.2])
     assert made.tau[:4].tolist() == pytest.approx([0, 0.1, 0.2, 0.2]) and made.tau.data_ptr() == where
     assert own.skip is None and made.tau[4:].sum() == 0
+
+
+def test_a_request_that_was_admitted_is_served_under_any_text(
+    configured: Callable[..., Any], mapped: Path, tmp_path: Path
+) -> None:
+    """Front ends know the server's first text alone. An error here, in the middle of a step, would end the engine."""
+    plan = Plan.load(mapped)
+    few = [replace(t, workload=Workload("few.txt", "f" * 64, 99)) for t in plan.thresholds if t.budget == 0.2]
+    own = skipping.find(configured(plan=plan.with_thresholds(few).save(tmp_path / "two.safetensors"), policy="share"))
+    own.set_skip(0.2, "few.txt")
+    request = SimpleNamespace(req_id="1", sampling_params=SimpleNamespace(extra_args={"ace_skip": 0.6}))
+    own.admit(SimpleNamespace(scheduled_new_reqs=[request], finished_req_ids=()))
+    (wanted,) = [t.threshold for t in plan.thresholds if t.budget == 0.6]
+    assert own.runtime.state.tau[row_of("decode", own.owned["1"])] == pytest.approx(wanted)
 
 
 @pytest.mark.parametrize(

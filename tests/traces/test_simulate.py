@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from transformers import PreTrainedModel
 from ace_moe import ACE
 from ace_moe.demo import MODEL, TEXT
 from ace_moe.errors import AceError, OptionError, PlanError, ResultError
-from ace_moe.plan import Plan
+from ace_moe.plan import Plan, Threshold, Workload
 from ace_moe.policies import make
 from ace_moe.text import Windows
 from ace_moe.traces import Trace
@@ -207,6 +208,18 @@ def test_from_a_text_to_a_table(tmp_path: Path) -> None:
 def test_a_trace_of_a_skipped_model_needs_a_plan(tmp_path: Path) -> None:
     ran = run_ace("trace", MODEL, "--text", TEXT, "--skip", "0.3", "-o", tmp_path / "a.trace")
     assert ran.code == 1 and "--plan" in ran.err and not (tmp_path / "a.trace").exists()
+
+
+def test_budgets_by_phase_and_the_plans_own_choice(demo_plan: Plan, tmp_path: Path) -> None:
+    """As `ace serve --skip-decode 0.4 --trace` leaves it; `auto` is what the plan says, as everywhere."""
+    facts = {"realised": 0.3, "corrected": True, "passes": 1, "workload": Workload("a.txt", "0" * 64, 64)}
+    entry = Threshold(**make("gsp").settings, budget=0.3, threshold=0.1, **facts)  # type: ignore[arg-type]
+    plan = demo_plan.with_thresholds([entry]).save(tmp_path / "plan.safetensors")
+    layers = {key: made(16, 32, 8, int(key)).layers["0"] for key in demo_plan.fingerprint.structure}
+    trace = replace(made(16, 32, 8, 0), layers=layers, fingerprint=demo_plan.fingerprint)
+    path = save_trace(trace, tmp_path / "served.trace")
+    ran = run_ace("simulate", path, "-p", plan, "--skip", "0.3", "--batch", "1")
+    assert ran.code == 0 and "gsp, simulated" in ran.out and "trace under the budget" in ran.err
 
 
 def test_a_saved_trace_simulates_as_before(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ All paths of one size are captured first and then timed in turn, so that a machi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
@@ -71,12 +72,13 @@ Make = Callable[[str], Timed]
 
 @dataclass(frozen=True)
 class Case:
-    """What is timed under which name, and whether the rule is in it."""
+    """What is timed under which name, and whether the rule is in it; `stock`: the implementation it runs without the plan."""
 
     path: str
     ratio: float
     timed: Timed
     ours: bool = False
+    stock: str | None = None
 
 
 class Bench:
@@ -135,8 +137,9 @@ class Bench:
         for path in stock:
             if what == "ttft" and path.startswith(GENERATE):
                 continue  # generate does not compile prompts
-            self.model.set_experts_implementation(path.removeprefix(GENERATE))
-            cases.append(Case(path, 0.0, make(path)))
+            implementation = path.removeprefix(GENERATE)
+            self.model.set_experts_implementation(implementation)
+            cases.append(Case(path, 0.0, make(path), stock=implementation))
         with self.ace(self.model):
             cases += self._unruled(make) if what == "tpot" else []
             timed = make("ace")
@@ -164,7 +167,9 @@ class Bench:
     def _once(self, case: Case, tau: float, what: str) -> tuple[Timing, float]:
         self.ace.set_threshold(tau)
         self.ace.reset()
-        timing = case.timed.time(1)
+        attachment = self.ace.attachment
+        with nullcontext() if case.stock is None or attachment is None else attachment.out(case.stock):
+            timing = case.timed.time(1)
         phase = self.ace.report()["prefill" if what == "ttft" else "decode"]
         return timing, phase["realised"] if case.ours else 0.0
 

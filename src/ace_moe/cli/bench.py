@@ -41,7 +41,7 @@ def bench(
     prefill: Annotated[str | None, option("Prompts instead of --rows: 1024x1,1024x16 (tokens x batch).")] = None,
     decode: Annotated[str | None, option("Decode batches instead of --rows: 1,16 or 256x1 (cached x batch).")] = None,
     stock: Annotated[str, option("Stock experts: grouped_mm, batched_mm, eager, generate:grouped_mm.")] = "grouped_mm",
-    layers: Annotated[int | None, option("With --shape: fewer layers.")] = None,
+    layers: Annotated[int | None, option("With --shape: fewer layers.", min=1)] = None,
     routing: Annotated[str, option(ROUTING)] = "uniform",
     union: Annotated[float | None, option(UNION)] = None,
     text: Annotated[Path | None, option("With MODEL: time on this text, and show each ratio's KL on it.")] = None,
@@ -59,13 +59,15 @@ def bench(
     from ..plan import Plan
     from ..provenance import provenance
     from .bench_table import chart as draw
-    from .bench_table import latency_table
+    from .bench_table import check_chart, latency_table
 
     check_output(output, "results", plan)
     check_output(chart, "picture", plan)
     prompts, batches = _grid(rows, prefill, decode)
     ratios, paths = parse_budgets(skip), stock.split(",")
-    _check(model, shape, routing, union, text)
+    _check(model, shape, layers, routing, union, text)
+    if chart is not None:
+        check_chart(chart)
     if text is not None:
         check_texts([text], window, tokens)
     loaded = _model(model, shape, layers, device, [*prompts, *batches], len(paths) + 2)
@@ -117,12 +119,16 @@ def _notes(why: str | None, rows: list[Row], routing: str | None) -> None:
         note(f"More than 5 % from {reads} in some rows: their times are of another routing.")
 
 
-def _check(model: str | None, shape: str | None, routing: str, union: float | None, text: Path | None) -> None:
+def _check(
+    model: str | None, shape: str | None, layers: int | None, routing: str, union: float | None, text: Path | None
+) -> None:
     """Options that contradict each other, before anything is loaded."""
     from ..bench.routers import UNIFORM, check_kind
 
     if (model is None) == (shape is None):
         raise OptionError("Name a checkpoint or a shape (--shape qwen3-30b-a3b), not both.")
+    if shape is None and layers is not None:
+        raise OptionError("A checkpoint has the layers it has; --layers is for --shape.")
     if shape is None and (routing != UNIFORM or union is not None):
         raise OptionError("A checkpoint routes by its own weights; --routing and --union are for --shape.")
     check_kind(routing, union)
@@ -162,7 +168,7 @@ def _sizes(text: str, length: int | None) -> Sizes:
     try:
         pairs = [part.split("x") for part in text.split(",") if part]
         sizes = [(int(p[0]), int(p[1])) if len(p) == 2 or length is None else (length, int(p[0])) for p in pairs]
-        if any(min(size) < 1 for size in sizes):
+        if any(min(size) < 1 for size in sizes) or any(len(p) > 2 for p in pairs):
             raise ValueError
         return sizes
     except (ValueError, IndexError):

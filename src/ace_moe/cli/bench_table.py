@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..bench.run import UNRULED, Row
-from ..errors import IntegrationError
+from ..errors import IntegrationError, OptionError
 from .show import table
 
 if TYPE_CHECKING:
@@ -58,12 +58,21 @@ def _fidelity(row: Row) -> str:
     return "" if row.path != "ace" or row.kl is None else f"{row.kl:.4f} {row.agreement:.1%} {row.acceptance:.1%}"
 
 
-def chart(rows: Sequence[Row], path: Path) -> None:
-    """Bars of every size: stock, ours unskipped, ours skipped."""
+def check_chart(path: Path) -> None:
+    """What cannot be drawn is said before the long work starts."""
     try:
-        from matplotlib import pyplot
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
     except ImportError:
         raise IntegrationError("A chart needs matplotlib: pip install ace-moe[report].") from None
+    kinds = FigureCanvasAgg.get_supported_filetypes()
+    if path.suffix and path.suffix[1:].lower() not in kinds:
+        raise OptionError(f"{path} is no picture that can be drawn. Its name may end in: {', '.join(sorted(kinds))}.")
+
+
+def chart(rows: Sequence[Row], path: Path) -> None:
+    """Bars of every size: stock, ours unskipped, ours skipped."""
+    from matplotlib import pyplot
+
     groups = by_size(rows)
     figure, axes = pyplot.subplots(1, len(groups), figsize=(2.2 * len(groups) + 1, 3.4), squeeze=False)
     for axis, ((what, tokens, batch), group) in zip(axes[0], groups.items(), strict=True):

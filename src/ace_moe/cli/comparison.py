@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..errors import BudgetError
+from ..errors import BudgetError, OptionError
 from ..files import replace_whole
 from . import options as opt
 from . import show_results
@@ -65,6 +65,8 @@ def compare(
     common = {k: v for k, v in (("min_active", min_active), ("min_mass", min_mass)) if v is not None}
     named = FIRST if methods is None else parse_methods(methods)
     grid = Grid(named, tuple(parse_budgets(budgets or EVERY)), parse_gains(gains), common, correct)
+    if rival is not None and rival not in named and not output.exists():
+        raise OptionError(f"--rival is one of the methods that are compared: {', '.join(named)}; not {rival!r}.")
     tokenizer, loaded = loading.load_both(model)
     windows = load_windows(loaded, tokenizer, text, window, tokens)
     learned, notice = calibration_windows(loaded, tokenizer, text, windows, calibration)
@@ -164,7 +166,7 @@ def study_thresholds(
 
     check_output(output, "results", plan, *text)
     check_texts(text, window, tokens, batch)
-    made = choose(**Deciding(policy, gain=gain).settings)
+    made = choose(**Deciding(policy, gain=gain).given)
     tokenizer, loaded = Loading(device).load_both(model)
     workloads = [load_windows(loaded, tokenizer, path, window, tokens) for path in text]
     subject = Subject(loaded, _plan(plan, model), workloads[0], batch)

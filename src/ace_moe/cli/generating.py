@@ -55,7 +55,7 @@ def run(
 
     check_prompt(prompt, max_new_tokens)
     warn_of_loss([skip], quiet)
-    ace = _ace(model, plan, skip, workload, allow_other_weights, deciding.settings)
+    ace = _ace(model, plan, skip, workload, allow_other_weights, deciding, loading)
     tokenizer, loaded = loading.load_both(model)
     template = has_template(tokenizer) if chat is None else chat
     text = as_text(tokenizer, [{"role": "user", "content": prompt}], template)
@@ -73,16 +73,18 @@ def run(
     say(f"{said}; {written.tokens} tokens, {written.speed:.1f} a second", err)
 
 
-def _ace(model: str, plan: Path | None, skip: float, workload: str | None, other: bool, options: dict[str, Any]) -> ACE:
+def _ace(
+    model: str, plan: Path | None, skip: float, workload: str | None, other: bool, deciding: Deciding, loading: Loading
+) -> ACE:
     """With the plan that was given, or the one that is kept for this model, made where there is none."""
     from ..ace import ACE
     from ..integrations.vllm.settings import Settings
     from .serving import find_plan
 
     if plan is None:
-        plan, named = find_plan(model, None, Settings.from_dict({"skip": skip, **options}), None)
-        workload = workload or named
-    return ACE.load(plan, skip, workload=workload, allow_other_weights=other, **options)
+        settings = Settings.from_dict({"skip": skip, "workload": workload, **deciding.given})
+        plan, workload = find_plan(model, None, settings, None, loading.load)
+    return ACE.load(plan, skip, workload=workload, allow_other_weights=other, **deciding.given)
 
 
 @contextmanager
@@ -121,7 +123,7 @@ def chat(
     from ..writing import check_prompt, has_template
 
     check_prompt("-", max_new_tokens)
-    ace = _ace(model, plan, skip, workload, allow_other_weights, deciding.settings)
+    ace = _ace(model, plan, skip, workload, allow_other_weights, deciding, loading)
     tokenizer, loaded = loading.load_both(model)
     uses = has_template(tokenizer) if template is None else template
     say(f"{opt.as_typed(model)}, {skip:.0%} of slots skipped. /help lists what else can be said.", err)

@@ -28,13 +28,8 @@ class Deciding:
 
     @property
     def given(self) -> dict[str, Any]:
-        """What was typed, and the policy."""
+        """What was typed, and the policy: constructor options of ACE."""
         return {name: value for name, value in asdict(self).items() if value is not None}
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """Constructor options of ACE: a preset stands in place of a policy."""
-        return {name: value for name, value in self.given.items() if name != "policy" or not self.preset}
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from ..errors import BudgetError
+from ..errors import BudgetError, OptionError
 from . import options as opt
 from . import show
 from .common import check_texts, made_of, note, out, parse_budgets, print_json, say, warn_of_loss
@@ -45,7 +45,9 @@ class Aim:
     def given(self) -> bool:
         return self.max_kl is not None or self.reads is not None
 
-    def check(self) -> None:
+    def check(self, budgets: str) -> None:
+        if self.given and budgets != EVERY:
+            raise BudgetError("--max-kl and --reads find the budget themselves: leave --budgets out.")
         if self.max_kl is not None and not 0 < self.max_kl < math.inf:
             raise BudgetError(f"--max-kl is a number of nats above 0, such as 0.05; not {self.max_kl:g}.")
         if self.reads is not None and (not 0 < self.reads < 1 or self.sequences < 1 or self.max_kl is not None):
@@ -87,7 +89,7 @@ def plan(
     from ..text import check_sizes, read_text
 
     if not output.exists():  # reading a large checkpoint takes long: what `budget` would refuse is refused first
-        choose(**deciding.settings)
+        choose(**deciding.given)
         parse_budgets(budgets)
         check_sizes(window, tokens)
         for path in text or ():
@@ -127,6 +129,8 @@ def tables(
         sharing.check_push(push)
     start = time.perf_counter()
     in_parts = stream or workers > 1 or layers is not None
+    if len(devices) > workers:
+        raise OptionError(f"{len(devices)} devices are for as many processes: add --workers {len(devices)}.")
     if in_parts:
         found = _in_parts(Job(model, output, stream, workers, devices, parse_layers(layers)), as_json)
         if found is None:
@@ -207,13 +211,13 @@ def budget(
     from ..tables import TABLES
 
     read = Plan.load(plan)
-    made = policy_for(read, **deciding.settings)
+    made = policy_for(read, **deciding.given)
     check_tables(read, made, set(TABLES), calibrates=True)
     wanted = [check_budget(b, read.top_k, made.min_active) for b in parse_budgets(budgets)]
     show.check_writable(plan)
     check_texts(text or (), window, tokens, batch)
     warn_of_loss([] if budgets == EVERY else wanted, quiet)  # a whole curve is no wish
-    aim.check()
+    aim.check(budgets)
     loaded = loading.load(model)
     workloads = texts_for(loaded, model, text or (), window, tokens)
     had = read.check_model(MoEModel.of(loaded).fingerprint(), allow_other_weights)

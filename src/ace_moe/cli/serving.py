@@ -6,6 +6,7 @@ import json
 import os
 import shlex
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -71,6 +72,8 @@ def serve(
     unset = (("allow_other_weights", False), ("track", False))
     config = {k: v for k, v in given.items() if v is not None and (k, v) not in unset}
     refuse_flags(context.args)
+    if trace is None and trace_tokens is not None:
+        raise OptionError("--trace-tokens says how long a trace becomes: give --trace FILE with it.")
     warn_of_loss(by_phase(budget).values() if restore is False else (), quiet)
     path, mapped_on = find_plan(model, plan, Settings.from_dict(config), text)
     config |= {"plan": str(path)} | ({"workload": mapped_on} if mapped_on else {})
@@ -117,18 +120,23 @@ def place_experts(model: str, flags: list[str]) -> list[str]:
     return flags
 
 
-def find_plan(model: str, plan: Path | None, settings: Any, text: Path | None) -> tuple[Path, str | None]:
-    """The plan file, made where there is none, with thresholds for the budgets that were asked; and which text's to take."""
+def find_plan(
+    model: str, plan: Path | None, settings: Any, text: Path | None, load: Callable[[str], Any] | None = None
+) -> tuple[Path, str | None]:
+    """The plan file, made where there is none, with thresholds for the budgets that were asked; and which text's to take.
+
+    `load`: how transformers is to load the model that it will also run; without, vLLM will.
+    """
     from ..tables.build import automatic_plan, automatic_plan_path
 
     if plan is None:
         automatic_plan(model, say=lambda message: note(message.removeprefix("ACE: ")))
         plan = automatic_plan_path(model)[0]
     plan = plan.expanduser().absolute()
-    return plan, map_missing(model, replace(settings, plan=str(plan)), text)
+    return plan, map_missing(model, replace(settings, plan=str(plan)), text, load)
 
 
-def map_missing(model: str, settings: Any, text: Path | None) -> str | None:
+def map_missing(model: str, settings: Any, text: Path | None, load: Callable[[str], Any] | None = None) -> str | None:
     """Thresholds for the budgets that the plan has none for, as `ace budget` maps them; the name of the text to take."""
     from ..integrations.vllm.settings import check_content
     from ..loading import load_model
@@ -138,17 +146,19 @@ def map_missing(model: str, settings: Any, text: Path | None) -> str | None:
     from ..runtime.settings import by_phase, check_budget
 
     read = Plan.load(settings.plan)
-    plan, policy = settings.open(model)
+    plan, policy = settings.open(model, served=load is None)
     asked = [*by_phase(settings.skip).values(), *([] if settings.skip_max is None else [settings.skip_max])]
     wanted = {check_budget(b, plan.top_k, policy.min_active) for b in asked} - {0.0}
     given = None if text is None else _tokens(model, text)
     missing = sorted(b for b in wanted if not _known(plan, policy, b, settings.workload, given))
+    if settings.track and text is None:
+        missing = []  # thresholds that move find the budget themselves
     if missing and (text is not None or settings.workload is None):
         check_writable(Path(settings.plan))
         check_content(plan, model, settings.allow_other_weights)
         where = text or "text that the model writes itself"
         note(f"mapping {', '.join(f'{b:.0%}' for b in missing)} on {where}")
-        loaded = load_model(model)
+        loaded = (load or load_model)(model)
         plan = replace(plan, made=(*plan.made, provenance(loaded.device, made_of(text))))
         windows = text_for(loaded, model, text)
         plan = map_budgets(
@@ -205,7 +215,7 @@ def server_command(model: str, config: dict[str, Any], flags: list[str]) -> list
 
     flags, additional = take_additional(flags)
     ours = ["--additional-config", json.dumps({**additional, KEY: config}), "--middleware", MIDDLEWARE]
-    if not any(flag.split("=")[0] == "--worker-extension-cls" for flag in flags):
+    if not any(flag.split("=")[0].replace("_", "-") == "--worker-extension-cls" for flag in flags):
         ours += ["--worker-extension-cls", WORKER]
     return [*server(model), *ours, *flags]
 
@@ -235,7 +245,7 @@ def take_additional(flags: list[str]) -> tuple[list[str], dict[str, Any]]:
     values = iter(flags)
     for flag in values:
         name, _, value = flag.partition("=")
-        if name != "--additional-config":
+        if name.replace("_", "-") != "--additional-config":  # vLLM takes both spellings
             rest.append(flag)
             continue
         try:

@@ -53,7 +53,7 @@ def perplexity(
     check_sizes(window, tokens, batch)
     check_output(output, "results", text, plan)
     content = read_text(text)
-    ace = _ace(plan, skip, allow_other_weights, {**deciding.settings, "workload": workload})
+    ace = _ace(plan, skip, allow_other_weights, {**deciding.given, "workload": workload})
     tokenizer, loaded = loading.load_both(model)
     check_window(loaded, window)
     windows = pieces(chosen, content, tokenizer, loaded.get_input_embeddings().num_embeddings, window, tokens)
@@ -113,12 +113,14 @@ def evaluate_tasks(
     check_harness(harness)
     if expand and harness != "lm-eval":
         raise OptionError("EvalScope loads checkpoints itself. With --expand use --harness lm-eval.")
+    if chat and harness != "lm-eval":
+        raise OptionError("EvalScope asks in its own way. With --chat use --harness lm-eval.")
     for name, task in known.items():
         of.check_source(task, harness, local=data is not None)
         if task.runs_code:
             check_allowed(run_code, name)
     rows = {n: of.read_rows(t, path) for n, t in known.items() if (path := of.find_file(t, data)) is not None}
-    options = deciding.settings | ({"workload": workload} if workload else {})
+    options = deciding.given | ({"workload": workload} if workload else {})
     given: dict[str, Any] = {"plan": str(plan), **options, **({"expand": True} if expand else {})}
     made = _harness(harness, model, device, batch, max_new_tokens, chat, given)
     settled = made.ace.policy.settings
@@ -126,6 +128,7 @@ def evaluate_tasks(
     identity = {
         **identity_of(made.ace.attachment.model()),
         **{"harness": harness, "limit": limit, "policy": settled, "batch": batch, "cap": max_new_tokens, "chat": chat},
+        "workload": workload,  # other thresholds for the same budgets
         **({"expand": True} if expand else {}),
     }
     facts = {**of.facts(model, device, made_of(plan)), "settings": of.describe(settled, harness)}

@@ -59,7 +59,7 @@ def trace(
     check_texts([text], window, tokens, batch)
     if skip and plan is None:
         raise OptionError(f"Skipping {skip:.0%} needs a plan: give one with --plan, made by `ace tables`.")
-    options = {"workload": workload, "allow_other_weights": allow_other_weights, **deciding.settings}
+    options = {"workload": workload, "allow_other_weights": allow_other_weights, **deciding.given}
     tokenizer, loaded = loading.load_both(model)
     windows = load_windows(loaded, tokenizer, text, window, tokens)
     with _under(loaded, plan, skip, options) as runtime:
@@ -110,15 +110,16 @@ def simulate(
     from ..plan import Plan
     from ..policies import choose
     from ..provenance import provenance
+    from ..runtime.settings import policy_for
     from ..traces.simulate import Simulation
     from ..traces.timing import cost_of
 
     check_output(output, "results", trace, plan, bench)
-    found = _load(trace)
-    made = choose(**deciding.settings)
+    found, known = _load(trace), None if plan is None else Plan.load(plan)
+    made = choose(**deciding.given) if known is None else policy_for(known, **deciding.given)
     wanted, sizes = parse_budgets(skip), _sizes(batch)
     cost = None if bench is None else cost_of(bench, found.top_k)
-    simulation = Simulation(found, made, None if plan is None else Plan.load(plan))
+    simulation = Simulation(found, made, known)
     taus = {budget: simulation.threshold(budget) for budget in wanted}
     rows = [_row(simulation, budget, taus[budget], size, seed, ranks, cost) for size in sizes for budget in wanted]
     facts = {"trace": trace.name, "model": found.model, "tokens": len(found), "under": found.shared()}
@@ -186,6 +187,6 @@ def _unlike(trace: Trace, wanted: list[float]) -> list[str]:
         notes.append("the trace has no generated token: tokens of prompts stand in for them")
     if not trace.has_gates:
         notes.append("experts without gates: layers have as many experts as were seen")
-    if set(trace.skips) != {*wanted}:
+    if any(skip not in wanted for skip in trace.skips) or any(skip not in trace.skips for skip in wanted):
         notes.append("routers of a model that skips say something else by a little: trace under the budget to see it")
     return notes

@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from ..errors import IntegrationError, OptionError, brief
-from ..integrations.transformers import attached_to
+from ..integrations.transformers import Attachment, attached_to
 from ..integrations.transformers.host import hosted, place_experts, settle
 from .attention import IMPLEMENTATION, workspace
 from .layerwise import compiled_layers, decoder_layers, recording
@@ -83,7 +83,9 @@ class Decoder:
         decoder_layers(model)
         self.cache: StepCache | None = None
         self.token = torch.zeros(batch, 1, dtype=torch.long, device=model.device)
+        self.tokens = 0  # in the cache, without asking the device
         self.graph: torch.cuda.CUDAGraph | None = None
+        self.recorded: Attachment | None = None  # what the graph skips by
         self.logits: Tensor | None = None
 
     @torch.no_grad()
@@ -97,12 +99,15 @@ class Decoder:
             raise IntegrationError(
                 "Experts in host memory are read by a plan's kernels: attach one, at threshold 0 if need be."
             )
+        if self.recorded is not attached_to(self.model):
+            self.graph = None  # it would go on by the plan of its time, also where that is gone
         prompt = DynamicCache(config=self.model.config)
         with self._phase("prefill"):
             out = self._read(ids, prompt)
         if self.cache is None:
             self.cache = StepCache(prompt, self.length, self.model.device)
         self.cache.fill(prompt, ids.shape[1])
+        self.tokens = ids.shape[1]
         return out
 
     def settle(self, ids: Tensor) -> None:
@@ -125,7 +130,11 @@ class Decoder:
 
     def rewind(self, length: int) -> None:
         """Forget what came after the first `length` tokens; with states or windows, after the prompt."""
-        self._filled.rewind(length)
+        cache = self._filled
+        if not 0 <= length <= self.tokens:
+            raise OptionError(f"There are {self.tokens} tokens to go back in; {length} is none of their places.")
+        cache.rewind(length)
+        self.tokens = length
 
     @property
     def _filled(self) -> StepCache:
@@ -137,14 +146,18 @@ class Decoder:
     def step(self, token: Tensor) -> Tensor:
         """token [B, 1] → logits [B, V] of the next; the same memory at every step."""
         cache = self._filled
+        if self.tokens == self.length:
+            raise OptionError(f"The cache has room for {self.length} tokens and is full. Make a decoder with more.")
         self.token.copy_(token)
-        if self.graph is None and self.captured:
+        if self.captured and self.graph is None:
+            self.recorded = attached_to(self.model)
             self._capture(cache)
         if self.graph is not None:
             self.graph.replay()
         else:
             with compiled_layers(self.model, cache, compiled=False):
                 self.logits = self._advance(cache)
+        self.tokens += 1
         assert self.logits is not None
         return self.logits
 

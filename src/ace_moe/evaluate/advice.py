@@ -6,12 +6,14 @@ import math
 from typing import Any
 
 from ..errors import AceError
-from ..policies import POLICIES, PRESETS, TokenPolicy, make
-from .grid import parse_method
+from ..policies import POLICIES, PRESETS, make
+from ..policies.base import ALIGNED
+from .grid import CITED, parse_method
 
 NEAR = 0.05  # nats a token: as far as is advised to go
 TIE = 1.05  # KLs within this factor are decided by perplexity
 TIED = "within 5 % of the nearest to the unskipped model, and has the better perplexity"
+SAFEGUARDS = ("min_active", "min_mass")
 Results = dict[str, Any]
 Ways = dict[tuple[str, str], list[Results]]
 
@@ -20,14 +22,15 @@ def advise(results: Results) -> Results | None:
     """Words and commands, from cells whose method needs no text of its own and can be served; None if there are none."""
     ways: Ways = {}
     for cell in results["cells"]:
-        if "kl" in cell and usable(cell["method"]):
+        if "kl" in cell and cell["gain"] != ALIGNED and usable(cell["method"]):
             ways.setdefault((cell["method"], cell["gain"]), []).append(cell)
     if not ways:
         return None
     found = best(ways)
     how = "nearest to the unskipped model" if found is nearest(ways) else TIED
     cells = sorted(found, key=lambda c: c["budget"])
-    return {"words": words(cells, how, results["workload"]), "commands": commands(cells)}
+    safeguards = results.get("identity", {}).get("safeguards", {})
+    return {"words": words(cells, how, results["workload"]), "commands": commands(cells, safeguards)}
 
 
 def usable(method: str) -> bool:
@@ -38,9 +41,7 @@ def usable(method: str) -> bool:
         policy = make(PRESETS.get(name, name), **params) if name in {*POLICIES, *PRESETS} else None
     except AceError:
         return False
-    if not isinstance(policy, TokenPolicy) or not policy.token_local:
-        return False
-    return not (policy.calibrated or policy.needs_logits or policy.needs_norms or policy.compensate)
+    return policy is not None and policy.servable and not policy.calibrated
 
 
 def nearest(ways: Ways) -> list[Results]:
@@ -83,10 +84,11 @@ def _percent(part: float) -> str:
     return f"{100 * part:.4g} %"
 
 
-def commands(cells: list[Results]) -> list[str]:
+def commands(cells: list[Results], safeguards: Results) -> list[str]:
     """To copy; results know a model by its last name alone, so the reader puts in where it is."""
     method, gain, budget = cells[0]["method"], cells[0]["gain"], (reach(cells) or cells[0])["budget"]
     named = f"--preset {method}" if method in PRESETS else f"--policy {method}"
-    gains = "" if method in PRESETS or ":gain=" in method else f" --gain {gain}"
-    return [f"ace plan MODEL {named}{gains} --budgets {budget:g} -o plan.safetensors",
+    gains = "" if method in PRESETS or ":gain=" in method or gain == CITED else f" --gain {gain}"
+    floors = "".join(f" --{n.replace('_', '-')} {float(safeguards[n]):g}" for n in SAFEGUARDS if n in safeguards)
+    return [f"ace plan MODEL {named}{gains}{floors} --budgets {budget:g} -o plan.safetensors",
             f"ace serve MODEL --plan plan.safetensors --skip {budget:g}"]  # fmt: skip

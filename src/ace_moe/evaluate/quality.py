@@ -54,7 +54,7 @@ def run(
 
 def setup_of(model: PreTrainedModel, ace: ACE | None, skip: float, batch: int) -> Results:
     """The model, its precision and what is skipped. Batches are part of it: they change rounding."""
-    settings = ace.policy.settings if ace is not None else {}
+    settings = {} if ace is None else {**ace.policy.settings, "thresholds": ace.thresholds.tolist()}
     return {**identity_of(model), "skip": skip, "batch": batch, **settings}
 
 

@@ -46,7 +46,7 @@ def open_results(path: str | Path, kind: str, identity: Mapping[str, Any]) -> di
         return {"schema": SCHEMA, "kind": kind, "identity": dict(identity)}
     found = read_json(path, kind)
     for name, value in identity.items():
-        had = found.get("identity", {}).get(name, UNKNOWN)
+        had = found.get("identity", {}).get(name, None if value is None else UNKNOWN)
         if had != value:
             raise ResultError(
                 f"{path} holds another measurement: {name} is {had!r:.60} there and {value!r:.60} now. Choose another file "

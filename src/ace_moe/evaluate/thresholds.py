@@ -47,6 +47,7 @@ class Study:
             **identity_of(self.subject.model),
             "policy": self.policy.settings,
             "texts": [w.workload.sha256 for w in workloads],
+            "window": workloads[0].ids.shape[1],
             "measured": self.measured,
         }
 

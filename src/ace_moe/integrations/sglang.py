@@ -16,12 +16,13 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..errors import IntegrationError, OptionError
+from ..errors import IntegrationError, OptionError, brief
 from ..plan import Plan
 from ..policies import Policy
 from ..runtime import PADDING, Layer, Runtime, merge, row_of
@@ -30,6 +31,7 @@ from .vllm.settings import Settings
 
 TARGET = "sglang.srt.layers.moe.topk._post_process_topk_ids"
 VARIABLE = "ACE_SGLANG"
+TAKEN = {"plan", "skip", "policy", "preset", "workload"}  # of a server's settings, beside the policy's own
 SKIPPED = -1
 
 
@@ -53,9 +55,9 @@ class Padded:
 class Skipping:
     """The rule for all layers of a process; a layer is made on the device of the first ids it meets."""
 
-    def __init__(self, plan: Plan, policy: Policy, skip: Skip):
+    def __init__(self, plan: Plan, policy: Policy, skip: Skip, workload: str | None = None):
         self.runtime, self.tokens, self.skip = Runtime(plan, policy), Padded(), skip
-        self.runtime.set(thresholds(plan, policy, skip))
+        self.runtime.set(thresholds(plan, policy, skip, workload))
 
     def decide(self, layer_id: int | None, ids: Tensor, gates: Tensor) -> tuple[Tensor, Tensor]:
         """ids, gates [T, k] → keep [T, k] and the new gates [T, k]. Rows of padding (ids −1) stay as they are."""
@@ -114,7 +116,20 @@ def register() -> None:
         return
     from sglang.srt.plugins import HookRegistry, HookType
 
-    settings = Settings.from_dict(json.loads(given))
+    settings = _settings(given)
+    skipping = Skipping(*settings.open(None), settings.skip, settings.workload)
+    HookRegistry.register(TARGET, around(skipping), HookType.AROUND)
+
+
+def _settings(given: str) -> Settings:
+    """What a hook behind the top-k can do of what a server may be asked for; the rest is refused, not ignored."""
+    try:
+        asked = json.loads(given)
+    except ValueError as error:
+        raise OptionError(f"{VARIABLE} is no JSON object ({brief(error)}).") from None
+    settings = Settings.from_dict(asked)
     if settings.plan is None or isinstance(settings.skip, dict):
         raise OptionError("In SGLang give a plan and one budget for both phases: the hook does not see phases.")
-    HookRegistry.register(TARGET, around(Skipping(*settings.open(None), settings.skip)), HookType.AROUND)
+    if others := sorted({f.name for f in fields(Settings)} & set(asked) - TAKEN):
+        raise OptionError(f"{', '.join(others)}: of vLLM alone. In SGLang give {', '.join(sorted(TAKEN))}.")
+    return settings

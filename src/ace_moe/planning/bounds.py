@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -32,9 +33,7 @@ def most_within(
     if policy.mapping != "quantile":
         raise BudgetError(f"A bound on KL needs a policy with a curve of thresholds; {policy.key!r} is searched for.")
     plan = map_budgets(model, plan, policy, windows, [], batch=batch).plan
-    limit = (plan.top_k - policy.min_active) / plan.top_k
-
-    name = labels(plan.workloads)[windows.workload.sha256]
+    limit, name = _limit(plan, policy, windows), labels(plan.workloads)[windows.workload.sha256]
 
     def last_within(budgets: Sequence[float], otherwise: float) -> float:
         """The last of rising budgets before the first that is not within the bound."""
@@ -60,7 +59,7 @@ def least_reading(
     if not isinstance(policy, TokenPolicy) or policy.mapping != "quantile":
         raise BudgetError(f"A part of the experts needs a policy that decides token by token; {policy.key!r} does not.")
     plan = map_budgets(model, plan, policy, windows, []).plan
-    name, limit = labels(plan.workloads)[windows.workload.sha256], (plan.top_k - policy.min_active) / plan.top_k
+    limit, name = _limit(plan, policy, windows), labels(plan.workloads)[windows.workload.sha256]
     seen = _routings(model, plan, policy, windows)
     for budget in _steps(0.0, limit, FINE):
         tau = plan.answer(policy.settings, budget, workload=name).threshold if budget else 0.0
@@ -70,6 +69,13 @@ def least_reading(
         f"At most {limit:.1%} can be skipped, and {tokens} sequences then still read {_part_read(seen, tau, tokens):.0%} of the "
         f"experts they need. Ask for more than {reads:.0%}, or for fewer sequences."
     )
+
+
+def _limit(plan: Plan, policy: Policy, windows: Windows) -> float:
+    """The most that the safeguards let be skipped on this text."""
+    curve = plan.curve(policy.settings, windows.workload.sha256)
+    assert curve is not None
+    return min(curve.limit, (plan.top_k - policy.min_active) / plan.top_k)
 
 
 def _routings(model: PreTrainedModel, plan: Plan, policy: Policy, windows: Windows) -> list[tuple[Tensor, Tensor]]:
@@ -96,5 +102,5 @@ def _part_read(seen: Sequence[tuple[Tensor, Tensor]], tau: float, tokens: int) -
 
 
 def _steps(start: float, stop: float, step: float) -> list[float]:
-    count = int((stop - start) / step + 1e-6) + 1
+    count = math.floor((stop - start) / step + 1e-6) + 1
     return [round(start + i * step, 2) for i in range(max(0, count))]

@@ -110,6 +110,7 @@ def _check(model: PreTrainedModel, windows: Windows, budgets: Sequence[float]) -
 def _identity(model: PreTrainedModel, plan: Plan, windows: Windows, budgets: Sequence[float]) -> dict[str, Any]:
     return {
         **{"model": plan.fingerprint.routers.exact, "text": windows.workload.sha256, "budgets": list(budgets)},
+        "window": windows.ids.shape[1],  # the same tokens cut otherwise are other windows
         **{"dtype": str(model.dtype), "device": model.device.type, "version": __version__, "torch": torch.__version__},
     }
 

@@ -74,6 +74,7 @@ def _key(passes: Passes) -> str:
         "device": passes.model.device.type,
         "settings": settings,
         "text": passes.windows.workload.sha256,
+        "window": passes.windows.ids.shape[1],  # the hash is of the tokens, however they are cut
         "batch": passes.batch,
         "torch": torch.__version__,
     }

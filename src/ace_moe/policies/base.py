@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -62,6 +62,9 @@ class Policy(ABC):
             raise PolicyError(
                 f"factor names a table that weighs the layers of a token policy, not {self.factor!r} here."
             )
+        for name in (f.name for f in fields(self) if f.type in (bool, "bool")):
+            if not isinstance(getattr(self, name), bool):  # "False", as Python spells it, would count as true
+                raise PolicyError(f"{name} is true or false, not {getattr(self, name)!r}.")
 
     @property
     def params(self) -> dict[str, Any]:
@@ -92,6 +95,12 @@ class Policy(ABC):
     def aligned(self) -> bool:
         """Whether skipped sums get the mean and spread of whole ones, by statistics that belong to a budget."""
         return getattr(self, "compensate", None) == ALIGNED
+
+    @property
+    def servable(self) -> bool:
+        """Whether it decides a token by its gates and tables and repairs nothing: what every engine can run."""
+        plain = isinstance(self, TokenPolicy) and self.token_local and self.compensate is None
+        return plain and not self.needs_logits and not self.needs_norms
 
     def ready(self, name: str, table: Tensor) -> Tensor:
         """A table as the method uses it; made once for each layer."""

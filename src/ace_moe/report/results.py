@@ -55,6 +55,7 @@ COMPARED = record(
     {
         "refused": values(record({"budgets": items(SHARE), "reason": text})),
         "oracle": values(values(values(ANY))),
+        "identity": record({}, {"safeguards": record({}, {"min_active": COUNT, "min_mass": SHARE})}),
         **RUNS,
     },
 )

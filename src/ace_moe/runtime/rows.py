@@ -69,21 +69,22 @@ class Tokens(Protocol):
 
 
 class Same:
-    """Every token the same row: the constant rows of a device are made once and grow as needed."""
+    """Every token the same row, in tensors that are made once for a device and stay where they are: graphs read them."""
 
     counting = generating = True
 
     def __init__(self, row: int):
         self.row = row
-        self._made: dict[torch.device, Tensor] = {}
+        self._made: dict[tuple[torch.device, int], Tensor] = {}
 
     def rows(self, tokens: int, device: torch.device) -> Tensor:
-        made = self._made.get(device)
-        if made is None or len(made) < tokens:
+        size = 64
+        while size < tokens:
+            size *= 2
+        if (device, size) not in self._made:
             with torch.inference_mode(False):
-                made = torch.full((max(tokens, 64),), self.row, dtype=torch.int8, device=device)
-            self._made[device] = made
-        return made[:tokens]
+                self._made[device, size] = torch.full((size,), self.row, dtype=torch.int8, device=device)
+        return self._made[device, size][:tokens]
 
     def length(self, tokens: int) -> int:
         return 0

@@ -152,7 +152,7 @@ class Runtime:
     @contextmanager
     def uncounted(self) -> Iterator[None]:
         """Inside, passes run as ever and leave no trace: counters and thresholds are afterwards what they were."""
-        tau, target = self.state.tau, self.state.target
+        tau, target, padding = self.state.tau, self.state.target, self.padding_known
         before = [(t, t.clone()) for layer in self.layers.values() for t in (layer.counts, layer.reads)]
         try:
             yield
@@ -160,6 +160,7 @@ class Runtime:
             for tensor, was in before:
                 tensor.copy_(was)
             self.state.set(tau, target)
+            self.padding_known = padding
             self._counted_anew()
 
     @contextmanager

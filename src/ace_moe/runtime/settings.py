@@ -37,10 +37,13 @@ def policy_for(
     **settings: Any,
 ) -> Policy:
     """The policy that is meant. `auto`: the plan's recommendation, else its newest thresholds' (of a text that is named),
-    else the gate share. `served`: the recommendation for engines in which nothing stands in for skipped slots."""
+    else the gate share. `served`: of what engines can run that decide token by token and repair nothing."""
     known = _recommended(plan, served, workload) if policy == AUTO and preset is None else None
-    if known is None:
-        return choose(policy, preset, **settings)
+    return choose(policy, preset, **settings) if known is None else _made(known, settings)
+
+
+def _made(known: Mapping[str, Any], settings: Mapping[str, Any]) -> Policy:
+    """The policy that a plan names, with these settings over its own."""
     name = known.get("policy") if isinstance(known, Mapping) else known
     if not isinstance(name, str) or name not in POLICIES:  # a file may not say which code is run
         raise PlanError(
@@ -61,8 +64,8 @@ def _recommended(plan: Plan, served: bool, workload: str | None) -> Mapping[str,
     if settings is not None:
         return settings
     text = None if workload is None else pick(plan.workloads, workload).sha256
-    newest = [t for t in plan.thresholds if text in (None, t.workload.sha256)]
-    return newest[-1].settings if newest else None
+    newest = [t.settings for t in plan.thresholds if text in (None, t.workload.sha256)]
+    return next((known for known in reversed(newest) if not served or _made(known, {}).servable), None)
 
 
 # ---- budgets ------------------------------------------------------------------------------------------------------------

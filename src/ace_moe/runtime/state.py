@@ -67,7 +67,7 @@ class State:
         free = torch.tensor(
             [on and row in RESTORED for row in range(len(self._host.free))], dtype=torch.int8, device="cpu"
         )
-        self._host = self._host._replace(free=free)
+        self._host = self._host._replace(tau=self.tau, free=free)  # a τ that moved by itself stays where it is
         self._write()
 
     def _write(self) -> None:

@@ -232,13 +232,34 @@ class Attachment:
         return self.told(row=row_of(phase))  # type: ignore[arg-type]
 
     @contextmanager
-    def unruled(self) -> Iterator[None]:
+    def out(self, implementation: str) -> Iterator[None]:
+        """Inside, the model runs as without a plan, its experts by transformers' own implementation of this name: graphs that
+        were recorded with the plan stay good, so that both can be timed in turn."""
+        model, undo = self.model(), list[Callable[[], object]]()
+        for owner in (layer.owner() for layer in self.runtime.layers.values()):
+            assert owner is not None
+            undo.append(partial(owner.add_module, CHILD, owner._modules.pop(CHILD)))
+            if hasattr(owner, SENTINELS):
+                undo.append(partial(setattr, owner, SENTINELS, getattr(owner, SENTINELS)))
+                setattr(owner, SENTINELS, False)
+        vars(model).pop(MINE, None)
+        try:
+            with self.unruled(implementation):
+                yield
+        finally:
+            vars(model)[MINE] = self
+            for step in undo:
+                step()
+
+    @contextmanager
+    def unruled(self, implementation: str = UNRULED) -> Iterator[None]:
         """Inside, our executors run the router's own slots: what the rule itself costs."""
         undo: list[Callable[[], object]] = []
         for layer in self.runtime.layers.values():
-            view: Any = getattr(layer.owner(), "config")  # noqa: B009
-            view._experts_implementation = UNRULED
-            undo.append(partial(setattr, view, "_experts_implementation", IMPLEMENTATION))
+            view = getattr(layer.owner(), "config", None)
+            if isinstance(view, ConfigView):
+                view._experts_implementation = implementation
+                undo.append(partial(setattr, view, "_experts_implementation", IMPLEMENTATION))
         model = self.model()
         for router in model.modules() if model is not None else ():
             if (held := vars(router).pop("ace_layer", None)) is not None:

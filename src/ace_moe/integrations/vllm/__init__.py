@@ -34,7 +34,10 @@ def register() -> None:
 def engine_args(
     plan: str | Path | None = None, skip: float | Mapping[str, float] = 0.0, **settings: Any
 ) -> dict[str, Any]:
-    """Arguments of `vllm.LLM` or `EngineArgs` that switch skipping on. Settings are those of `ace_moe.ACE`."""
+    """Arguments of `vllm.LLM` or `EngineArgs` that switch skipping on. `plan` is a file or a plan of the hub, as owner/name;
+    settings are those of the server (`Settings`) and the policy's own."""
+    from ...sharing import located
+
     budget = dict(skip) if isinstance(skip, Mapping) else skip
-    path = {} if plan is None else {"plan": str(Path(plan).expanduser().absolute())}
+    path = {} if plan is None else {"plan": str(located(plan).absolute())}
     return {"additional_config": {KEY: {**path, "skip": budget, **settings}}, "worker_extension_cls": WORKER}

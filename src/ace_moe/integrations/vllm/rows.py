@@ -69,7 +69,7 @@ class Rows:
         with torch.inference_mode(False):
             self.buffer = torch.full((most_tokens + HEADROOM,), PADDING, dtype=torch.int8, device=device)
         self.counting = self.generating = True
-        self._written: bytes | None = None  # what the buffer shows; None: all padding
+        self._written: Any = None  # what the buffer shows; None: all padding
         self._tokens = 0  # how many of its entries are not padding
 
     def mark(self, step: Step) -> None:
@@ -78,7 +78,7 @@ class Rows:
         self.generating = bool(pieces[:, 1:].any())
         if step.starts is not None:
             return self._mark_by(step.starts, step.tokens, pieces, budgets)
-        key = pieces.tobytes() if budgets is None else pieces.tobytes() + budgets.tobytes()
+        key = pieces.tobytes(), None if budgets is None else budgets.tobytes()
         if key == self._written:
             return
         rows = rows_of(pieces, budgets)

@@ -13,7 +13,7 @@ from typing import Any
 from ...checkpoint import MoEModel
 from ...errors import OptionError, PolicyError
 from ...plan import Plan
-from ...policies import AUTO, Policy, TokenPolicy, choose
+from ...policies import AUTO, Policy, choose
 from ...runtime.settings import Skip, check_tables, policy_for
 from ...runtime.tracking import Control, look_up
 from ...sharing import load_plan
@@ -84,12 +84,14 @@ class Settings:
             raise OptionError(f"`executor` is one of {', '.join(EXECUTORS)}, not {self.executor!r}.")
         if self.routing not in ROUTINGS:
             raise OptionError(f"`routing` is one of {', '.join(ROUTINGS)}, not {self.routing!r}.")
-        if self.kernels != "auto" and not isinstance(self.kernels, int):
+        if self.kernels != "auto" and not (isinstance(self.kernels, int) and self.kernels >= 0):
             raise OptionError(
                 f'`kernels` is "auto", true, false or the largest number of tokens for our kernels, not {self.kernels!r}.'
             )
-
-        for name, given in (("restore", self.restore), ("track", self.track)):
+        if not isinstance(self.workload, str | None):
+            raise OptionError(f"`workload` is the name of a text, not {self.workload!r:.60}.")
+        for name in ("restore", "track", "allow_other_weights"):
+            given = getattr(self, name)
             if given is not None and not isinstance(given, bool):
                 raise OptionError(f"`{name}` is true or false, not {given!r:.60}.")
         check_valve(self.skip, self.skip_max, self.target_tpot)
@@ -108,13 +110,14 @@ class Settings:
         for budget in (self.skip, *([] if self.skip_max is None else [self.skip_max])):
             look_up(plan, policy, budget, self.workload, self.control)
 
-    def chosen(self, plan: Plan | None = None) -> Policy:
+    def chosen(self, plan: Plan | None = None, served: bool = True) -> Policy:
         """The policy, which a plan may choose; one that can be served."""
         if plan is None:
             policy = choose(self.policy, self.preset, **self.policy_settings)
         else:
-            policy = policy_for(plan, self.policy, self.preset, self.workload, served=True, **self.policy_settings)
-        check_policy(policy)
+            policy = policy_for(plan, self.policy, self.preset, self.workload, served=served, **self.policy_settings)
+        if served:
+            check_policy(policy)
         return policy
 
     @property
@@ -127,12 +130,12 @@ class Settings:
         """Up to how many tokens our kernels run the experts, where they can."""
         return EVERY if self.kernels == "auto" or self.kernels is True else int(self.kernels)
 
-    def open(self, model: str | Path | None) -> tuple[Plan, Policy]:
+    def open(self, model: str | Path | None, served: bool = True) -> tuple[Plan, Policy]:
         """The plan and the policy, checked; same errors and words as in transformers. Tables it lacks are made from the
-        checkpoint's weights, where that is known."""
-        self.chosen()  # what cannot be served is said before tables are computed
+        checkpoint's weights, where that is known. `served`: False where transformers runs it, which can do more."""
+        self.chosen(served=served)  # what cannot be served is said before tables are computed
         plan = load_plan(self.plan) if self.plan or model is None else automatic_plan(model)  # type: ignore[arg-type]
-        policy = self.chosen(plan)
+        policy = self.chosen(plan, served)
         if model is None:
             check_tables(plan, policy, set())
             return plan, policy
@@ -171,11 +174,11 @@ def settings_of(vllm_config: Any) -> Settings | None:
 
 def check_policy(policy: Policy) -> None:
     """Only methods that decide a token by its gates and tables can be served: batches there mix requests."""
-    if isinstance(policy, TokenPolicy) and policy.token_local and not policy.needs_logits and not policy.needs_norms:
-        if policy.compensate is None:
-            return
+    if policy.servable:
+        return
+    if repair := getattr(policy, "compensate", None):
         raise PolicyError(
-            f"compensate={policy.compensate!r} cannot be served: what stands in for skipped slots is added by our executors in "
+            f"compensate={repair!r} cannot be served: what stands in for skipped slots is added by our executors in "
             "transformers alone. Leave it out."
         )
     why = "it decides by the batch or the sequence, which mix requests in a server"

@@ -189,7 +189,9 @@ class Skipping:
         logger.info("ACE: %s", self.describe())
 
     def _set(self, skip: Skip, number: int = 0) -> None:
-        tau, targets = look_up(self.runtime.plan, self.policy, skip, self.workload, self.settings.control)
+        """Requests' budgets go by the text the server was started with: front ends have looked them up there."""
+        workload = self.settings.workload if number else self.workload
+        tau, targets = look_up(self.runtime.plan, self.policy, skip, workload, self.settings.control)
         self.runtime.set(tau, number, targets)
 
     def admit(self, scheduled: Any) -> None:
