@@ -154,6 +154,17 @@ def launch(options: argparse.Namespace) -> dict[str, dict[str, Version]]:
     return engines
 
 
+def all_ready(model: str, engines: dict[str, Version]) -> bool:
+    """One model's engine that does not start leaves the others to be seen."""
+    try:
+        for engine in engines.values():
+            engine.wait()
+    except SystemExit as error:
+        print(f"{model:>8} {error}", flush=True)
+        return False
+    return True
+
+
 def main() -> None:
     made = engine_options(parser(__doc__, prompt=128, decode=48, ratio=0.6), memory=0.12, cache=2.0, length=512)
     made.add_argument("--serve", help=argparse.SUPPRESS)
@@ -164,17 +175,16 @@ def main() -> None:
     options = made.parse_args()
     if options.serve:
         return serve(Engine(options))
-    results = made_here()
-    for model, engines in launch(options).items():
-        try:
-            for engine in engines.values():
-                engine.wait()
+    results, started = made_here(), launch(options)
+    ready = {
+        model: all_ready(model, engines) for model, engines in started.items()
+    }  # one that starts would slow the others
+    for model, engines in started.items():
+        if ready[model]:
             results[model] = check(model, engines, options)
-        except SystemExit as error:  # one model's engine that does not start leaves the others to be seen
-            print(f"{model:>8} {error}", flush=True)
+            store(options.out, results)
         for engine in engines.values():
             engine.end()
-        store(options.out, results)
 
 
 if __name__ == "__main__":
