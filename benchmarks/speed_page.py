@@ -118,39 +118,41 @@ def _read(row: Row) -> str:
 
 
 def fused_section() -> str:
-    """Layers rewritten against compiled as they are; both differ from recording to recording, so another run's are beside."""
-    result, other = load("fused_h200.json"), load("routing_h200.json")
-    apart = {(r["batch"], r["skip"]): r["ms"]["plain"] for r in other["rows"] if r["routing"] == "uniform"}
-    rows = []
+    """Layers rewritten against compiled as they are, and this version against an earlier one."""
+    result, rows = load("fused_h200.json"), []
     for r in result["rows"]:
-        plain, fused, again = *(r["ms"][n] for n in ("plain", "fused")), apart[r["batch"], r["skip"]]
-        said = [str(r["batch"]), percent(r["skip"]), f"{plain:.2f}", f"{again:.2f}", f"{fused:.2f}"]
-        rows.append([*said, f"{plain / fused:.2f}×", f"{again / fused:.2f}×"])
-    columns = [
-        "batch",
-        "skipped",
-        "as they are, ms",
-        "in another run",
-        "rewritten",
-        "against the same run",
-        "the other",
-    ]
+        plain, fused = (r["ms"][n] for n in ("plain", "fused"))
+        rows.append([str(r["batch"]), percent(r["skip"]), f"{plain:.2f}", f"{fused:.2f}", f"{plain / fused:.2f}×"])
     last = next(r for r in result["rows"] if r["batch"] == 1 and r["skip"])["kernels"]["fused"]
     kernels = [[f"`{name}`", f"{began:.1f}", f"{took:.1f}"] for name, began, took in last]
     return f"""## Layers rewritten
 
 {result["device"]}, Qwen3-30B-A3B shapes, {result["layers"]} layers. `Decoder` rewrites layers before they are compiled
-([how](architecture.md#how-decoding-is-fast)). Compiled as they are (`fused=False`) they are slower, by how much depends on what
-the compiler's own tuner picked that time: the first column is of the same run, the second of
-[another](../benchmarks/results/routing_h200.json).
+([how](architecture.md#how-decoding-is-fast)). Compiled as they are (`fused=False`) they are slower, by how much depends a little
+on what the compiler's own tuner picks.
 
     {result["command"]}
 
-{table(columns, rows)}
+{table(["batch", "skipped", "as they are, ms", "rewritten, ms", "ratio"], rows)}
+{_against()}
 One token at 60 %, one layer's kernels in order, µs each began and took, what it waits for the one in front included, under a
 profiler:
 
 {table(["kernel", "began", "took"], kernels)}"""
+
+
+def _against() -> str:
+    result, rows = load("against_decode_h200.json"), []
+    for r in result["rows"]:
+        other, this = (r["ms"][n] for n in ("other", "this"))
+        skipped = " / ".join(f"{100 * r['realised'][n]:.1f} %" for n in ("other", "this"))
+        rows.append([str(r["batch"]), skipped, f"{other:.2f}", f"{this:.2f}", f"{other / this:.2f}×"])
+    return f"""Against an early version (`{result["other"]}`: layers as they are, six kernels around attention), both in one run at the
+same threshold, by which that version skips less:
+
+    {result["command"]}
+
+{table(["batch", "skipped then / now", "then, ms", "now, ms", "ratio"], rows)}"""
 
 
 def unions_section() -> str:

@@ -6,6 +6,7 @@ import datetime
 import importlib.metadata
 import os
 import platform
+import shlex
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -39,7 +40,7 @@ def provenance(
 def command(argv: Sequence[str]) -> str:
     """As it was typed, with base names of files: where they lay is nobody's business."""
     name = Path(argv[0]).name
-    return " ".join(["ace" if name == "__main__.py" else name, *(_short(part) for part in argv[1:])])
+    return shlex.join(["ace" if name == "__main__.py" else name, *(_short(part) for part in argv[1:])])
 
 
 def _short(part: str) -> str:

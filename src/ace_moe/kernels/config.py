@@ -33,12 +33,13 @@ def one_tiles(tokens: int, d: int, m: int, block: tuple[int, int] | None = None)
     `block`: rows and columns per FP8 factor. A tile's rows lie inside one block, and the columns of a down tile are one.
     """
     deep, wide = min(1024, max(8, power_of_two(d))), min(256, max(8, power_of_two(m)))
-    tiles = Tiles(4, 8, deep, 8, 1, *((2, wide, 2, 3) if tokens == 1 else (4, wide, 2, 2)))
     if block is None:
-        return tiles
+        return Tiles(4, 8, deep, 8, 1, *((2, wide, 2, 3) if tokens == 1 else (4, wide, 2, 2)))
     rows, columns = block
-    tiles = tiles._replace(bk_down=columns)
-    return tiles if rows % (2 * tiles.bn_up) == 0 else tiles._replace(bn_up=1, bn_down=1)
+    up, down = (8, 2) if tokens == 1 else (8, 8)
+    if rows % (2 * up):
+        up = down = 1
+    return Tiles(4, up, deep, 8 if tokens == 1 else 4, 1, down, columns, 2, 6 if tokens == 1 else 2)
 
 
 def many_tiles(slots_per_expert: int, d: int, m: int, dtype: torch.dtype, large: bool) -> Tiles:
