@@ -157,11 +157,12 @@ def fp8_weights(e, d, m, block):
 
 
 @pytest.mark.parametrize(("tokens", "d", "m"), [(1, 160, 64), (3, 128, 64), (12, 160, 128), (60, 320, 64)])
+@pytest.mark.parametrize("rows", [64, 4])
 @pytest.mark.long
-def test_fp8_weights_are_read_as_they_are(tokens, d, m, tried):
-    """Block factors, also where the last block of columns is a part."""
+def test_fp8_weights_are_read_as_they_are(tokens, d, m, rows, tried):
+    """Block factors, also where the last block of columns is a part, and where a block has fewer rows than a tile."""
     tried("qwen3_moe", "kernels", "decode" if tokens < 5 else "prefill", stored="fp8 block")
-    stored, widened = fp8_weights(EXPERTS, d, m, (64, 64))
+    stored, widened = fp8_weights(EXPERTS, d, m, (rows, 64))
     ids, gates = random_routing(tokens, 3, "sum")
     ids = torch.where(torch.rand(tokens, 3, generator=torch.Generator().manual_seed(3)).to(DEVICE) < 0.4, EXPERTS, ids)
     x = torch.randn(tokens, d, generator=torch.Generator().manual_seed(2)).to(DEVICE)
