@@ -109,6 +109,12 @@ def test_experts_read_are_those_of_the_steps_that_are_timed(model):
     assert row.experts == row.executed == pytest.approx(sum(unions) / len(unions))
 
 
+def test_a_plan_is_timed_as_every_command_runs_it():
+    model = zoo.build("qwen3_moe")
+    assert Bench(model, [0.0], lambda row: None, build_plan(model)).ace.policy.key == "share"
+    assert Bench(model, [0.0], lambda row: None).ace.policy.key == "ace"
+
+
 def test_what_no_graph_holds_is_timed_by_generate(monkeypatch):
     """Layers with an index of their own beside keys and values."""
     model = zoo.build("deepseek_v32")

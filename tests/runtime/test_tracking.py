@@ -1,5 +1,7 @@
 """Thresholds that keep a budget by themselves: on synthetic streams, on a real model, by kernel and in torch."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -10,9 +12,9 @@ from ace_moe import ACE, build_plan
 from ace_moe.errors import OptionError, PolicyError
 from ace_moe.runtime import row_of
 from ace_moe.runtime.report import NOT_COUNTED
-from ace_moe.runtime.rows import Same
+from ace_moe.runtime.rows import Same, rows_for
 from ace_moe.runtime.state import NONE, State
-from ace_moe.runtime.tracking import HIGHEST, LOWEST, moved
+from ace_moe.runtime.tracking import HIGHEST, LOWEST, Tracker, moved
 
 K, LAYERS = 8, 4
 
@@ -173,6 +175,20 @@ def test_a_device_has_one_state_whichever_name_it_goes_by():
     """vLLM says `cuda`, tensors say `cuda:0`: two states would let one move while layers read the other."""
     state = State()
     assert state.on(torch.device("cpu", 0)) is state.on(torch.device("cpu"))
+
+
+def test_thresholds_move_on_with_a_model_that_is_moved():
+    """What stays on the device it came from is not asked for where a threshold is."""
+    state, layer = State(), SimpleNamespace(counts=torch.zeros(rows_for(1), 3, dtype=torch.int64), width=8)
+    state.on(torch.device("meta"))
+    state.set(torch.full((rows_for(1),), 0.1), torch.full((rows_for(1),), 0.5))
+    tracker = Tracker({"0": layer}, state)
+    tracker.shared.tau[1] = 0.7
+    assert float(state.tau[1]) == pytest.approx(0.7)
+    layer.counts = layer.counts.to("meta")
+    tracker.sync()
+    assert tracker.shared.tau.is_meta and tracker.seen.is_meta
+    assert float(state.on(torch.device("cpu")).tau[1]) == pytest.approx(0.7)
 
 
 def test_rows_stay_where_a_graph_found_them():

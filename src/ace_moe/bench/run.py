@@ -94,7 +94,7 @@ class Bench:
         expected: Expected | None = None,
     ):
         self.model, self.ratios, self.say, self.expected = model, ratios, say, expected
-        self.ace = ACE(plan or build_plan(model), policy="ace")
+        self.ace = ACE(build_plan(model), policy="ace") if plan is None else ACE(plan)  # a plan says what it is run by
         self.taus: dict[float, float] = {}
         self.tokens = random_tokens(model) if text is None else text_tokens(text, model.device)
         self.fidelity = {} if text is None else fidelity(model, self.ace.plan, self.ace.policy, text, ratios)

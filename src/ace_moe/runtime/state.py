@@ -30,11 +30,12 @@ class State:
             tau, target = torch.zeros(rows, dtype=torch.float32), torch.full((rows,), NONE, dtype=torch.float32)
             self._host = Shared(tau, target, torch.zeros(rows, dtype=torch.int8))
         self._on: dict[torch.device, Shared] = {}
+        self._moving: Shared | None = None  # those whose τ moves by itself: a model that was moved leaves others behind
 
     @property
     def tau(self) -> Tensor:
         """[R], a copy; where τ moves by itself, what it is now: the host waits for the device then."""
-        moved = next(iter(self._on.values()), None) if self.tracks else None
+        moved = self._moving if self.tracks else None
         return self._host.tau.clone() if moved is None else moved.tau.cpu().clone()
 
     @property
@@ -53,6 +54,13 @@ class State:
             with torch.inference_mode(False):
                 self._on[device] = Shared(*(t.to(device, copy=True) for t in self._host))
         return self._on[device]
+
+    def moving_on(self, device: torch.device) -> Shared:
+        """What moves by itself on this device from now on, from where it is."""
+        self._host = self._host._replace(tau=self.tau)
+        self._moving = self.on(device)
+        self._write()
+        return self._moving
 
     def set(self, tau: Tensor, target: Tensor | None = None) -> None:
         """[R] each; without targets they stay."""

@@ -38,20 +38,28 @@ class Tracker:
                 "Thresholds can keep a budget by themselves only where all MoE layers are on one device; these are on "
                 f"{', '.join(sorted(map(str, devices))) or 'none'}. Map the budget with a text (`ace budget`) instead."
             )
-        self.layers, self.shared = list(layers.values()), state.on(next(iter(devices)))
+        self.layers, self.state, self.shared = list(layers.values()), state, state.moving_on(next(iter(devices)))
         with torch.inference_mode(False):
             self.seen = torch.zeros(len(self.shared.tau), 2, dtype=torch.int64, device=self.shared.tau.device)
         self.width = sum(layer.width for layer in self.layers)  # slots a token has in all layers
 
     def sync(self) -> None:
         """What was counted until now is no step's."""
+        self._follow()
         self.seen.copy_(self._total())
+
+    def _follow(self) -> None:
+        """Where the model was moved to another device."""
+        device = self.layers[0].counts.device
+        if device != self.shared.tau.device:
+            self.shared, self.seen = self.state.moving_on(device), self.seen.to(device)
 
     def _total(self) -> Tensor:
         return torch.stack([layer.counts for layer in self.layers]).sum(0)[:, :2]
 
     def step(self) -> None:
         """Behind the last layer of a step."""
+        self._follow()
         shared = self.shared
         track([layer.counts for layer in self.layers], shared.tau, shared.target, self.seen, self.width)
 
