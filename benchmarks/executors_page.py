@@ -19,7 +19,7 @@ COLUMNS = ["shape", "kernel", "batch", "vLLM", "0 %", "60 %", "× own 0 %"]
 ABOVE = """\
 One {device}, {layers} layers with random weights, milliseconds of a decode step on the device (`step_ms`). In every row the
 experts that no token keeps were filled with NaN or huge numbers, and the output stayed the same to the last bit. FP8 with one
-and four tokens is from before its tiles were chosen anew; they are faster since by themselves, which was not timed in vLLM again:
+and four tokens is from before its tiles were chosen anew; since then it was not timed in vLLM:
 
 """
 

@@ -45,8 +45,7 @@ def _tiled(x, D: tl.constexpr, DP: tl.constexpr, far: tl.constexpr = False):
     """
     dim = tl.arange(0, DP)
     at = tl.where(dim < D // 2, dim + D // 2, dim - D // 2) if far else dim
-    inside = (dim < D)[None, :] & (tl.arange(0, x.shape[0]) >= 0)[:, None]
-    return tl.load(x[:, None] + at[None, :], mask=inside, other=0.0)
+    return tl.load(x[:, None] + at[None, :], mask=(dim < D)[None, :], other=0.0)
 
 
 @triton.jit
@@ -179,6 +178,7 @@ def attend(
         total = tl.zeros((GP,), tl.float32)
         out = tl.zeros((GP, DP), tl.float32)
     top, total, out = _take(query, key, value, seen, top, total, out, scale)
+    # with SHORT an empty range, not a branch: without the loop the compiler saves registers and asks for the token's key late
     for start in range(begin + BS, begin if SHORT else end, BS):
         at = start + tl.arange(0, BS)
         key, value, seen = _tile(keys, values, mask, at, end, own, k_pos, v_pos, D, DP, MASKED)

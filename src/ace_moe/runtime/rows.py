@@ -78,9 +78,7 @@ class Same:
         self._made: dict[tuple[torch.device, int], Tensor] = {}
 
     def rows(self, tokens: int, device: torch.device) -> Tensor:
-        size = 64
-        while size < tokens:
-            size *= 2
+        size = max(64, 1 << (tokens - 1).bit_length())
         if (device, size) not in self._made:
             with torch.inference_mode(False):
                 self._made[device, size] = torch.full((size,), self.row, dtype=torch.int8, device=device)
