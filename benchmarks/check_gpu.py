@@ -129,7 +129,7 @@ def check_restore(tokens: int, e: int = 128, k: int = 8) -> tuple[int, float, in
     wanted = torch.stack([real.expand_as(ids).sum(-1), kept.sum(-1), (runs & ~kept).sum(-1)], -1)
     differ = int((counts != torch.zeros_like(counts).index_add_(0, rows.long(), wanted)).sum())
     differ += int((reads.sum(0) != torch.stack([read.sum(), asked.sum()])).sum())
-    route = decide.launch_route(logits, *common, k, False, True, torch.float32, torch.int64, [free, reads])[0]
+    route = decide.launch_route(logits, *common, k, False, True, 1.0, torch.float32, torch.int64, [free, reads])[0]
     wrong = int(((new_ids >= 0) != runs).sum() + (route.sort(-1).values != new_ids.sort(-1).values).any(-1).sum())
     return wrong, float(((new - expected).abs() / expected.abs().clamp(min=1e-6)).max()), differ
 

@@ -19,6 +19,7 @@ from ace_moe.kernels import decide, experts
 from ace_moe.kernels.activation import GELU_TANH, SILU, SWIGLU_OAI, Activation
 from ace_moe.kernels.attend import attend, attend_token, workspace
 from ace_moe.kernels.gemv import gemv
+from ace_moe.kernels.routing import TopK
 from ace_moe.kernels.track import launch_track
 from ace_moe.rule import GAINS, Form
 from ace_moe.runtime.rows import PADDING, row_of, rows_for
@@ -108,10 +109,12 @@ def run_rule(sizes: tuple[int, ...], forms: int) -> None:
         voting = [free, torch.zeros(2, 2, dtype=torch.int64, device=DEVICE)]
         restores = rule.min_active == 2  # how slots come back does not depend on the form
         for rows, votes in itertools.product(rows_of(tokens), ([], voting) if restores else ([],)):
-            common, kind = (rows, tau, factor, views, counts), (TOP_K, False, True, torch.bfloat16, torch.int32)
+            common, kind = (rows, tau, factor, views, counts), TopK(TOP_K, False, True)
             for ids, gates in routed(logits, rows):
                 decide.launch_rule(ids, gates, *common, EXPERTS, str(rule), votes, EXPERTS)
-            decide.launch_route(logits, *common, -1, str(rule), *kind, votes)
+            types, vectors = (torch.bfloat16, torch.int32), [torch.randn(EXPERTS, device=DEVICE) for _ in range(2)]
+            for both in ([], vectors):
+                decide.launch_route(logits, *common, -1, str(rule), *kind, *types, votes, *both)
 
 
 def run_tracking() -> None:

@@ -97,7 +97,7 @@ def decide_slots(*given: int | decide.Rule, restores: bool = False) -> None:
 
 def route_tokens(*given: int | decide.Rule, restores: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     logits = torch.zeros(given[0], 128, dtype=torch.bfloat16)
-    kind = (8, False, True, torch.bfloat16, torch.int64)
+    kind = (8, False, True, 1.0, torch.bfloat16, torch.int64)
     return decide.launch_route(logits, *common(*given), *kind, voting(restores))
 
 

@@ -124,7 +124,7 @@ def test_fused_with_the_router_it_is_the_same(tokens):
         -1,
         text(FORM, Setting()),
     )
-    fused = decide.launch_route(*common, 8, False, True, torch.float32, torch.int32, [framed(FREE), reads])
+    fused = decide.launch_route(*common, 8, False, True, 1.0, torch.float32, torch.int32, [framed(FREE), reads])
     apart = launch(ids, gates, rows, tau, 48, -1)
     assert torch.equal(fused[0].cpu().long(), apart[0])
     torch.testing.assert_close(fused[1].cpu(), apart[1], rtol=3e-6, atol=1e-7)

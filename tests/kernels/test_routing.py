@@ -12,6 +12,7 @@ from ace_moe.kernels.routing import TopK, recognise, reference
 
 EXPERTS = 20
 KINDS = [TopK(4, False, True), TopK(6, False, False), TopK(3, True, True)]
+PLAIN = [TopK(k, sigmoid, normalise) for k in (1, 2, 4) for sigmoid in (False, True) for normalise in (False, True)]
 SETTINGS = {
     "two tables max": Setting(), "share": Setting("kept", min_active=2), "squared": Setting("none", min_mass=0.5),
     "cumulative": Setting("none"), "rank": Setting(), "combined": Setting(common=0.5), "table": Setting(common=torch.inf),
@@ -23,12 +24,13 @@ def make_tables():
     return {n: torch.rand(EXPERTS, generator=g) + 0.5 for n in ("a", "b")} | {"own": torch.tensor(0.7)}
 
 
-def launch_route(form, setting, kind, logits, rows, tau, mark, dtype=torch.float32, ids_dtype=torch.int64):
+def launch_route(form, setting, kind, logits, rows, tau, mark, dtype=torch.float32, ids_dtype=torch.int64, **vectors):
     """ids, gates [T, k] and counts [R, 3] by the kernel; rows, τ and tables among poison."""
     tables, counts = make_tables(), framed(torch.zeros(len(tau), 3, dtype=torch.int64))
     views = [framed(tables[name]) for name in form.tables]
     given = (logits.to(DEVICE), framed(rows), framed(tau), factor(form, setting, tables), views, counts, mark)
-    ids, gates = decide.launch_route(*given, text(form, setting), *kind, dtype, ids_dtype)
+    vectors = {name: framed(vector) for name, vector in vectors.items()}
+    ids, gates = decide.launch_route(*given, text(form, setting), *kind, dtype, ids_dtype, **vectors)
     return ids.cpu(), gates.cpu(), counts.cpu()
 
 
@@ -48,6 +50,24 @@ def test_one_kernel_equals_top_k_and_rule(kind, name, tokens):
     keep, expected = by_rule(form, setting, expected_ids, expected, tau[rows.long()], make_tables())
     real = (rows > 0)[:, None]
     ids, gates, counts = launch_route(form, setting, kind, torch.where(real, logits, torch.nan), rows, tau, EXPERTS)
+    assert torch.equal(ids, torch.where(keep & real, expected_ids, EXPERTS))
+    torch.testing.assert_close(gates, expected * real, rtol=1e-5, atol=1e-6)
+    assert torch.equal(counts, counted(rows, torch.ones_like(keep), keep, 4))
+
+
+@pytest.mark.parametrize("kind", [TopK(4, True, True, 2.5), TopK(5, False, True), TopK(3, True, False, 0.7)])
+@pytest.mark.parametrize("vectors", ["bias", "scale", "bias and scale"])
+@pytest.mark.parametrize("tokens", [1, 70])
+def test_experts_chosen_with_a_bias_and_gates_that_are_scaled(kind, vectors, tokens):
+    """Biases larger than any score, of both signs; a bias is in the choice and not in the gate."""
+    draw, (logits, rows, tau) = torch.Generator().manual_seed(3), batch(tokens)
+    given = {name: 3 * torch.randn(EXPERTS, generator=draw) for name in ("bias", "scale") if name in vectors}
+    if "scale" in given:
+        given["scale"] = given["scale"].abs() + 0.5
+    form, setting, real = FORMS["share"], Setting(), (rows > 0)[:, None]
+    expected_ids, expected = reference(kind, logits, **given)
+    keep, expected = by_rule(form, setting, expected_ids, expected, tau[rows.long()], make_tables())
+    ids, gates, counts = launch_route(form, setting, kind, logits, rows, tau, EXPERTS, **given)
     assert torch.equal(ids, torch.where(keep & real, expected_ids, EXPERTS))
     torch.testing.assert_close(gates, expected * real, rtol=1e-5, atol=1e-6)
     assert torch.equal(counts, counted(rows, torch.ones_like(keep), keep, 4))
@@ -125,3 +145,12 @@ def test_routers_are_recognised_by_behaviour(name, expected):
     model = zoo.build(name)
     site = MoEModel.of(model).sites[0]
     assert recognise(model.get_submodule(site.router_path), site.top_k) == expected
+
+
+@pytest.mark.parametrize("name", zoo.families())
+def test_every_familys_router_can_be_looked_at(name):
+    """One that wants more than the tokens (MiniMax-M2's) ended in a TypeError when a plan was attached on a GPU."""
+    model = zoo.build(name)
+    for site in MoEModel.of(model).sites[:1]:
+        if site.router_path is not None:
+            assert recognise(model.get_submodule(site.router_path), site.top_k) in (*PLAIN, None)

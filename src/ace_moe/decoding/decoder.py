@@ -27,14 +27,14 @@ from .static import StepCache, check
 
 
 def tuned(batch: int, fused: bool = True) -> dict[str, Any]:
-    """Compiler options: with one row, products become reductions; kernels may start before the one in front has ended.
+    """Compiler options: kernels may start before the one in front has ended; with one row, products become reductions.
 
-    `fused`: layers are rewritten first (`fuse`).
+    `fused`: layers are rewritten first (`fuse`), and such products are ours: there is nothing left that is worth a search.
     """
     from torch._inductor import config
 
     early = {"triton.enable_pdl": True} if hasattr(config.triton, "enable_pdl") else {}
-    options: dict[str, Any] = {"coordinate_descent_tuning": batch == 1, **early}
+    options: dict[str, Any] = {"coordinate_descent_tuning": batch == 1 and not fused, **early}
     if fused:
         from .fuse import fuse
 

@@ -1,6 +1,6 @@
 """What a compiler does not do with a decode step: products of one token, or of a few, read their matrices ahead and take the norm
 before them and the sum after them along; at any batch the experts add what their sum is added to, and attention norms, turns and
-keeps its own token.
+keeps its own token; a router's top-k and the rule are one kernel.
 
 `fuse` rewrites a layer's graph as Dynamo gives it, before the compiler sees it. Which operations are an RMS norm is found by
 trying them.
@@ -19,10 +19,10 @@ from torch._subclasses import FakeTensor
 from ..kernels import ops  # noqa: F401  the experts' operator
 from ..kernels.gemv import DEEPEST, FEW, MOST
 from .fuse_attention import ATTEND, take_token
+from .fuse_routing import LINEAR, RULE, take_router
 from .nodes import erase, flat, is_view, new, source, value
 from .norms import norm_of
 
-LINEAR = torch.nn.functional.linear
 GEMV, EXPERTS = torch.ops.ace_moe.gemv.default, torch.ops.ace_moe.experts.default
 SUMS = (operator.add, operator.iadd, torch.add)
 NARROW = 2  # bytes of a weight up to which a program holds its rows
@@ -30,6 +30,8 @@ NARROW = 2  # bytes of a weight up to which a program holds its rows
 
 def fuse(graph: fx.Graph) -> None:
     """In place. Nodes are erased one by one: an unused write into a cache may look dead and is not."""
+    for node in graph.find_nodes(op="call_function", target=RULE):
+        take_router(graph, node)
     for linears in _siblings(graph):
         for start in range(0, len(linears), MOST):
             _join(graph, linears[start : start + MOST])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from torch import Tensor, fx
@@ -55,22 +55,34 @@ def source(node: fx.Node) -> fx.Node:
 
 def of_module(node: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
     """(what the innermost module that made a node computed for it, in order; what went into that)."""
-    nodes: dict[fx.Node, None] = {}
-    inputs: dict[fx.Node, None] = {}
 
     def inner(n: fx.Node) -> Any:
         return None if n.op == "placeholder" else next(reversed(n.meta.get("nn_module_stack") or {None: None}))
 
+    return behind([node], lambda n: inner(n) is None or inner(n) != inner(node))
+
+
+def behind(ends: Sequence[fx.Node], given: Callable[[fx.Node], bool]) -> tuple[list[fx.Node], list[fx.Node]]:
+    """(what was computed for these nodes, in order; what went into that, where a node counts as given)."""
+    nodes: set[fx.Node] = set()
+    inputs: dict[fx.Node, None] = {}
+
     def walk(n: fx.Node) -> None:
-        if inner(n) is None or inner(n) != inner(node):
+        if given(n):
             inputs[n] = None
         elif n not in nodes:
-            for above in n.all_input_nodes:
-                walk(above)
-            nodes[n] = None
+            nodes.add(n)
+            for other in (*n.all_input_nodes, *(user for user in n.users if _writes(user, n))):
+                walk(other)
 
-    walk(node)
-    return list(nodes), list(inputs)
+    for end in ends:
+        walk(end)
+    return [n for n in ends[0].graph.nodes if n in nodes], list(inputs)
+
+
+def _writes(user: fx.Node, node: fx.Node) -> bool:
+    """Whether it changes the node's value where it is, and so belongs to it though nothing may use its own."""
+    return user.op == "call_method" and str(user.target).endswith("_") and user.args[0] is node
 
 
 def evaluate(nodes: Iterable[fx.Node], given: dict[fx.Node, Tensor]) -> Tensor | None:

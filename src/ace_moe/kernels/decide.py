@@ -91,9 +91,10 @@ def launch_rule(
 
 def launch_route(
     logits: Tensor, rows: Tensor, tau: Tensor, factor: Tensor, tables: list[Tensor], counts: Tensor, mark: int, rule: str,
-    top_k: int, sigmoid: bool, normalise: bool, dtype: torch.dtype, ids_dtype: torch.dtype, voting: Sequence[Tensor] = (),
+    top_k: int, sigmoid: bool, normalise: bool, times: float, dtype: torch.dtype, ids_dtype: torch.dtype,
+    voting: Sequence[Tensor] = (), bias: Tensor | None = None, scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The same as the router's top-k and `launch_rule`, straight from its logits [T, E]."""
+    """The same as the router's top-k (`routing.reference`) and `launch_rule`, straight from its logits [T, E]."""
     if logits.stride(1) != 1:
         logits = logits.contiguous()
     rows, (tokens, experts) = rows.contiguous(), logits.shape
@@ -103,9 +104,10 @@ def launch_route(
     block = power_of_two(tokens) if vote == 1 else 1 if tokens <= 64 else 16
     if tokens:
         route_kernel.route[(cdiv(tokens, block),)](
-            logits, rows, tau, *_views(tables, tau), factor, counts, *votes, ids, gates, tokens, experts, logits.stride(0),
-            mark, K=top_k, KP=power_of_two(top_k), EP=power_of_two(experts), BT=block, SIGMOID=sigmoid,
-            NORMALISE=normalise, VOTE=vote, **constants(rule), **early_start(logits.device),
+            logits, tau if bias is None else bias, tau if scale is None else scale, rows, tau, *_views(tables, tau), factor,
+            counts, *votes, ids, gates, tokens, experts, logits.stride(0), mark, K=top_k, KP=power_of_two(top_k),
+            EP=power_of_two(experts), BT=block, SIGMOID=sigmoid, NORMALISE=normalise, BIAS=bias is not None,
+            SCALE=scale is not None, TIMES=times, VOTE=vote, **constants(rule), **early_start(logits.device),
             num_warps=block if vote == 1 else 1 if block == 1 else 4,
         )  # fmt: skip
     return _second(ids, gates, rows, factor, counts, voting, mark, experts, rule) if vote == 2 else (ids, gates)
@@ -153,13 +155,17 @@ def _(ids, gates, *rest):
 @torch.library.custom_op("ace_moe::route", mutates_args=("counts", "voting"))
 def route(
     logits: Tensor, rows: Tensor, tau: Tensor, factor: Tensor, tables: list[Tensor], counts: Tensor, mark: int, rule: str,
-    top_k: int, sigmoid: bool, normalise: bool, dtype: torch.dtype, ids_dtype: torch.dtype, voting: list[Tensor],
+    top_k: int, sigmoid: bool, normalise: bool, times: float, dtype: torch.dtype, ids_dtype: torch.dtype,
+    voting: list[Tensor], bias: Tensor | None = None, scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    kind = (top_k, sigmoid, normalise)
-    return launch_route(logits, rows, tau, factor, tables, counts, mark, rule, *kind, dtype, ids_dtype, voting)
+    kind = (top_k, sigmoid, normalise, times)
+    given = (logits, rows, tau, factor, tables, counts, mark, rule)
+    return launch_route(*given, *kind, dtype, ids_dtype, voting, bias, scale)
 
 
 @route.register_fake
-def _(logits, rows, tau, factor, tables, counts, mark, rule, top_k, sigmoid, normalise, dtype, ids_dtype, voting):
+def _(
+    logits, rows, tau, factor, tables, counts, mark, rule, top_k, sigmoid, normalise, times, dtype, ids_dtype, *_, **__
+):
     shape = (logits.shape[0], top_k)
     return logits.new_empty(shape, dtype=ids_dtype), logits.new_empty(shape, dtype=dtype)

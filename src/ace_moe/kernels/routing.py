@@ -10,18 +10,23 @@ from torch import Tensor, nn
 
 
 class TopK(NamedTuple):
-    """softmax or sigmoid of x Wᵀ, the k largest, divided by their sum or not."""
+    """softmax or sigmoid of x Wᵀ, the k largest, divided by their sum or not, times a number."""
 
     top_k: int
     sigmoid: bool
     normalise: bool
+    times: float = 1.0
 
 
-def reference(kind: TopK, logits: Tensor) -> tuple[Tensor, Tensor]:
-    """ids, gates [T, k] in fp32, the kernel's arithmetic in torch."""
+def reference(
+    kind: TopK, logits: Tensor, bias: Tensor | None = None, scale: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """ids, gates [T, k] in fp32, the kernel's arithmetic in torch; chosen with `bias` [E], gates times `scale` [E]."""
     scores = logits.float().sigmoid() if kind.sigmoid else logits.float().softmax(-1)
-    gates, ids = scores.topk(kind.top_k, dim=-1)
-    return ids, gates / gates.sum(-1, keepdim=True) if kind.normalise else gates
+    ids = (scores if bias is None else scores + bias.float()).topk(kind.top_k, dim=-1).indices
+    gates = scores.gather(-1, ids)
+    gates = gates / gates.sum(-1, keepdim=True) if kind.normalise else gates
+    return ids, (gates if scale is None else gates * scale.float()[ids]) * kind.times
 
 
 @torch.no_grad()
@@ -33,7 +38,10 @@ def recognise(router: nn.Module, top_k: int) -> TopK | None:
     weight = parameters["weight"]
     x = torch.randn(32, weight.shape[1], generator=torch.Generator().manual_seed(0), dtype=torch.float32)
     x = x.to(weight.device, weight.dtype)
-    output = router(x)
+    try:
+        output = router(x)
+    except TypeError:  # it wants more than the tokens
+        return None
     if not (isinstance(output, tuple) and len(output) == 3):
         return None
     logits, gates, ids = output

@@ -1,0 +1,109 @@
+"""A router's top-k and the rule behind it as one kernel, where the k largest of an expert's scores are all there is to it.
+
+Scores may be moved by a bias while experts are chosen, gates scaled for each expert or by a number (Gemma-4, GLM-4, DeepSeek
+without groups …). That a graph does just this is found by trying it on random values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import permutations, product
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+
+from ..kernels import decide  # noqa: F401  the operators
+from ..kernels.routing import TopK, reference
+from .nodes import behind, evaluate, new, tensors, value
+
+LINEAR = torch.nn.functional.linear
+RULE, ROUTE = torch.ops.ace_moe.rule.default, torch.ops.ace_moe.route.default
+TRIALS = 16  # random routings a router is tried on: a decode step has few tokens
+CLOSE = {torch.float32: 1e-5}  # how near gates are by one formula and by another; rounded ones 1e-2
+
+
+class Router(NamedTuple):
+    """What the kernel is told: the logits, how they become gates, and the vectors [E] that go into that."""
+
+    logits: fx.Node
+    kind: TopK
+    bias: fx.Node | None = None
+    scale: fx.Node | None = None
+
+
+def take_router(graph: fx.Graph, rule: fx.Node) -> None:
+    """In place, where the rule's ids and gates come from a router that is known; else nothing is changed."""
+    ids, gates, *common, voting, _ = rule.args
+    found = router_of(ids, gates)
+    if found is None:
+        return
+    options = {name: node for name, node in (("bias", found.bias), ("scale", found.scale)) if node is not None}
+    types = value(gates).dtype, value(ids).dtype
+    with graph.inserting_before(rule):
+        flat = new(graph, value(found.logits), "reshape", found.logits, (value(ids).shape[0], -1))
+        both = new(graph, rule.meta["example_value"], ROUTE, flat, *common, *found.kind, *types, voting, **options)
+    rule.replace_all_uses_with(both)
+    graph.erase_node(rule)
+
+
+def router_of(ids: Any, gates: Any) -> Router | None:
+    """The router whose choice these nodes [T, k] are: of one product's result and at most two vectors."""
+    nodes, inputs = behind([ids, gates], lambda n: n.op == "placeholder" or n.target is LINEAR)
+    if not tensors(inputs):
+        return None
+    tokens, top_k = value(ids).shape
+    vectors = [n for n in inputs if value(n).dim() == 1]
+    others = [n for n in inputs if n not in vectors]
+    if len(others) != 1 or others[0].target is not LINEAR or len(vectors) > 2:
+        return None
+    experts = value(others[0]).shape[-1]
+    if value(others[0]).numel() != tokens * experts or any(len(value(v)) != experts for v in vectors):
+        return None
+    trials = [_tried(nodes, inputs, (ids, gates), seed) for seed in range(TRIALS)]
+    if any(trial is None for trial in trials):
+        return None
+    ways = _ways(others[0], vectors, top_k)
+    return next((way for guess in ways if (way := _agreeing(guess, trials)) is not None), None)  # type: ignore[arg-type]
+
+
+class Trial(NamedTuple):
+    given: dict[fx.Node, Tensor]
+    ids: Tensor
+    gates: Tensor
+
+
+def _tried(nodes: list[fx.Node], inputs: list[fx.Node], results: tuple[fx.Node, fx.Node], seed: int) -> Trial | None:
+    draw = torch.Generator().manual_seed(seed)
+    given = {n: torch.randn(value(n).shape, generator=draw).to(value(n).dtype) for n in inputs}
+    found = [evaluate(nodes[: nodes.index(result) + 1], dict(given)) for result in results]
+    return None if found[0] is None or found[1] is None else Trial(given, found[0], found[1])
+
+
+def _ways(logits: fx.Node, vectors: list[fx.Node], top_k: int) -> Iterator[Router]:
+    """Every way there might be; a vector is one that experts are chosen by or one that gates are scaled by."""
+    roles = [pair for pair in permutations([*vectors, None, None], 2) if set(vectors) <= set(pair)]
+    for (bias, scale), sigmoid, normalise in product(dict.fromkeys(roles), (False, True), (True, False)):
+        yield Router(logits, TopK(top_k, sigmoid, normalise), bias, scale)
+
+
+def _agreeing(guess: Router, trials: list[Trial]) -> Router | None:
+    """The guess with the number its gates are multiplied by, if it says what the model's own code said in every trial."""
+    ratios = []
+    for trial in trials:
+        logits = trial.given[guess.logits].reshape(trial.ids.shape[0], -1)
+        bias, scale = (None if n is None else trial.given[n] for n in (guess.bias, guess.scale))
+        ids, gates = reference(guess.kind, logits, bias, scale)
+        (ids, gates), (own, found) = _by_expert(ids, gates), _by_expert(trial.ids, trial.gates.float())
+        if not torch.equal(ids, own):
+            return None
+        ratios.append((found / gates).flatten())
+    times = float(torch.cat(ratios).median())
+    if not torch.allclose(torch.cat(ratios), torch.tensor(times), rtol=CLOSE.get(trials[0].gates.dtype, 1e-2), atol=0):
+        return None
+    return guess._replace(kind=guess.kind._replace(times=1.0 if abs(times - 1) < 1e-6 else times))
+
+
+def _by_expert(ids: Tensor, gates: Tensor) -> tuple[Tensor, Tensor]:
+    order = ids.argsort(-1)
+    return ids.gather(-1, order), gates.gather(-1, order)
