@@ -1,6 +1,7 @@
 """What runs skipped slots in vLLM, model by model: the executor and why, a poison test, and a token's time at 0 % and 60 %.
 
     python benchmarks/check_executors.py --models fp8 mxfp4 --out executors_h200.json
+    python benchmarks/check_executors.py --models qwen3.6 gemma-4 --batches 1 4 16 --out executors_h200.json
     python benchmarks/check_executors.py --models fp8 --tiny --eager --decode 4      # on a CPU, to try the script
 
 Engines start together, each in a process of its own, and are timed in turn: vLLM alone, and one for each way to skip.
@@ -33,13 +34,13 @@ GPT_OSS_20B = {"num_hidden_layers": 24, "num_local_experts": 32, "num_experts_pe
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True}
-# configuration and architecture, sizes, layers, quantisation, and the ways to skip that are timed
+# configuration and architecture, sizes, layers (two engines must fit), quantisation, and the ways to skip that are timed
 MODELS: dict[str, tuple[str, str, dict[str, Any], int, dict[str, Any] | None, tuple[str, ...]]] = {
-    "fp8": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM", QWEN3_30B, 24, FP8, ("native", "kernels")),
-    "mxfp4": ("GptOssConfig", "GptOssForCausalLM", GPT_OSS_20B, 24, MXFP4, ("native", "stock routing")),
-    "w4a16": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM", QWEN3_30B, 24, GPTQ, ("native",)),
-    "gemma-4": ("Gemma4TextConfig", "Gemma4ForCausalLM", GEMMA4_26B, 18, None, ("auto",)),
-    "qwen3.6": ("Qwen3_5MoeTextConfig", "Qwen3_5MoeForCausalLM", QWEN36_35B, 20, None, ("auto",)),
+    "fp8": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM", QWEN3_30B, 12, FP8, ("auto",)),
+    "mxfp4": ("GptOssConfig", "GptOssForCausalLM", GPT_OSS_20B, 16, MXFP4, ("native", "stock routing")),
+    "w4a16": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM", QWEN3_30B, 12, GPTQ, ("native",)),
+    "gemma-4": ("Gemma4TextConfig", "Gemma4ForCausalLM", GEMMA4_26B, 26, None, ("auto",)),
+    "qwen3.6": ("Qwen3_5MoeTextConfig", "Qwen3_5MoeForCausalLM", QWEN36_35B, 28, None, ("auto",)),
 }
 # what vLLM is told, so that it needs neither FlashInfer nor CUTLASS for attention
 ENGINE: dict[str, dict[str, Any]] = {
@@ -181,7 +182,7 @@ def main() -> None:
     }  # one that starts would slow the others
     for model, engines in started.items():
         if ready[model]:
-            results[model] = check(model, engines, options)
+            results[model] = {"layers": options.layers or MODELS[model][3], **check(model, engines, options)}
             store(options.out, results)
         for engine in engines.values():
             engine.end()

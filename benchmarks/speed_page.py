@@ -79,7 +79,8 @@ def model_section(name: str, title: str) -> str:
             rows.append([*said, f"{r[time]:.2f}", *ratios, experts])
     columns = ["", "batch × tokens", "path", "skipped", "ms", "against best stock", "against own 0 %", "experts read"]
     facts = f"{result['device']}, torch {result['torch']}. {result.get('note', '')}".strip()
-    return f"## {title}\n\n{facts}\n\n    {result['command']}\n\n{table(columns, rows)}"
+    commands = result["command"].replace("; ", "\n    ")
+    return f"## {title}\n\n{facts}\n\n    {commands}\n\n{table(columns, rows)}"
 
 
 def budgets_section() -> str:
@@ -176,13 +177,15 @@ experts and say little about large ones.
 def page() -> str:
     models = [
         ("latency_h200.json", "Whole models: Qwen3-30B-A3B shapes"),
+        ("latency_gemma4_h200.json", "Whole models: Gemma-4-26B-A4B shapes"),
+        ("latency_qwen36_h200.json", "Whole models: Qwen3.6-35B-A3B shapes"),
         ("latency_generate_h200.json", "Against stock as `generate` compiles it"),
         ("latency_paper_h200.json", "The paper's five rows against stock's eager experts"),
         ("latency_cpu.json", "On a CPU: an 86 M-parameter model, two cores"),
     ]
     sections = [model_section(*model) for model in models]
-    parts = [unions_section(), budgets_section(), fused_section(), layer_section(), *sections[:3], UNDER_PLAN]
-    parts += [PAPER, *sections[3:]]
+    parts = [unions_section(), budgets_section(), fused_section(), layer_section(), *sections[:5], UNDER_PLAN]
+    parts += [PAPER, *sections[5:]]
     return written(PAGE, measured="\n".join(parts))
 
 

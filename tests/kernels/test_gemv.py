@@ -15,7 +15,7 @@ from ace_moe.decoding.fuse import ATTEND, EXPERTS, GEMV, LINEAR, SUMS, fuse
 from ace_moe.decoding.fuse_attention import ATTEND_TOKEN
 from ace_moe.errors import IntegrationError
 from ace_moe.kernels import gemv as gemv_module
-from ace_moe.kernels.gemv import FEW, gemv, tile
+from ace_moe.kernels.gemv import DEEPEST, FEW, gemv, room, tile
 
 
 @settings(max_examples=12, deadline=None)
@@ -40,6 +40,13 @@ def test_a_program_holds_whole_rows_and_the_grid_stays_wide():
         tile(rows, columns, 8192) for rows, columns in ((5120, 2048), (2048, 4096), (2048, 8192), (128, 2048), (9, 3))
     ]
     assert tiles == [(4, 2048, 1), (2, 2048, 2), (1, 2048, 4), (1, 2048, 1), (1, 8, 1)]
+
+
+def test_threads_hold_no_more_of_wide_tokens_than_of_narrow_ones():
+    assert [room(4, columns)[:2] for columns in (0, 2048, 2816, 5120, DEEPEST)] == [
+        (8192, 4), (8192, 4), (16384, 8), (32768, 16), (32768, 16)
+    ]  # fmt: skip
+    assert room(1, DEEPEST) == room(1)
 
 
 # ---- graphs ---------------------------------------------------------------------------------------------------------

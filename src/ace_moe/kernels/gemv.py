@@ -27,9 +27,16 @@ class Room(NamedTuple):
     registers: int
 
 
-def room(tokens: int) -> Room:
-    """Found by measuring. Several tokens are in registers beside the weights."""
-    return Room(16384, 8, 64) if tokens == 1 else Room(8192, 4, 128)
+def room(tokens: int, normed: int = 0) -> Room:
+    """Found by measuring. Several tokens are in registers beside the weights.
+
+    `normed`: columns of tokens that are normed, which are all there at once. Where they are more than a tile's, there are as many
+    more threads: four warps for four tokens of 2,816 columns spilt 142 registers.
+    """
+    if tokens == 1:
+        return Room(16384, 8, 64)
+    warps = 4 * power_of_two(cdiv(normed, WIDE))
+    return Room(2048 * warps, warps, 128)
 
 
 def tile(rows: int, columns: int, held: int) -> tuple[int, int, int]:
@@ -59,7 +66,7 @@ def gemv(
     """
     x, rows, (tokens, columns) = x.contiguous(), [w.shape[0] for w in weights], x.shape
     y, normed = x.new_empty(tokens * sum(rows)), x.new_empty(tokens, columns) if keep else x.new_empty(0)
-    given = room(tokens)
+    given = room(tokens, 0 if scale is None else columns)
     height, width, steps = tile(sum(rows), columns, given.held)
     *starts, grid = accumulate(cdiv(n, height) for n in rows)
     matrices, unused = [w.contiguous() for w in weights], MOST - len(rows)
