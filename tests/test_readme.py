@@ -215,9 +215,9 @@ def table_claims() -> list[str]:
 
 
 def executor_claims() -> list[str]:
-    import executors_page
+    import serving_page
 
-    return [" ".join(executors_page.part().split())]
+    return [" ".join(part().split()) for part in (serving_page.executors, serving_page.drafts)]
 
 
 CLAIMS = {

@@ -7,12 +7,12 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent.parent.parent / "benchmarks"))
 
-import executors_page
 import host_page
 import pages
+import serving_page
 
 
-@pytest.mark.parametrize("made", [host_page, executors_page])
+@pytest.mark.parametrize("made", [host_page, serving_page])
 def test_the_page_is_the_stored_results(made):
     assert made.PAGE.read_text(encoding="utf-8") == made.page()
 

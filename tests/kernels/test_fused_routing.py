@@ -7,6 +7,7 @@ from test_gemv import count, steps
 import zoo
 from ace_moe import ACE, build_plan
 from ace_moe.decoding.fuse_routing import ROUTE, RULE, router_of
+from ace_moe.errors import IntegrationError
 from ace_moe.kernels.routing import TopK
 
 KNOWN = [
@@ -44,6 +45,22 @@ def test_a_router_and_the_rule_become_one_kernel(family, settings, batch, kind, 
     assert all(
         names == vectors and found._replace(times=round(found.times, 5)) == kind for found, names in kinds(after)
     )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", zoo.families())
+def test_every_family_decides_the_same_rewritten(family, monkeypatch):
+    model = zoo.build(family)
+    if model.get_output_embeddings() is None:
+        pytest.skip("it writes nothing")
+    try:
+        expected, before, counted = decided(model, 2, False, monkeypatch)
+    except IntegrationError as error:
+        pytest.skip(f"refused: {error}")
+    found, after, counts = decided(model, 2, True, monkeypatch)
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
+    assert counts["layers"] == counted["layers"]
+    print(family, "rule", count(before, RULE), "of its own", count(after, RULE), *kinds(after))
 
 
 def squared(logits):
