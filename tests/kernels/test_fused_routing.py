@@ -42,9 +42,7 @@ def test_a_router_and_the_rule_become_one_kernel(family, settings, batch, kind, 
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
     assert counts["layers"] == counted["layers"] and 0 < counts["decode"]["kept"] < counts["decode"]["routed"]
     assert sum(count(before, RULE)) == sum(count(after, ROUTE)) > 0 == sum(count(after, RULE))
-    assert all(
-        names == vectors and found._replace(times=round(found.times, 5)) == kind for found, names in kinds(after)
-    )
+    assert set(kinds(after)) == {(kind, vectors)}
 
 
 @pytest.mark.slow
@@ -61,6 +59,19 @@ def test_every_family_decides_the_same_rewritten(family, monkeypatch):
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
     assert counts["layers"] == counted["layers"]
     print(family, "rule", count(before, RULE), "of its own", count(after, RULE), *kinds(after))
+
+
+@pytest.mark.parametrize("experts", [16, 512])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_no_other_router(experts, dtype):
+    """Logits of which many would be equal, gates that were rounded, and a factor that is what the code says, not its rounding."""
+
+    def route(logits):
+        chosen, ids = logits.topk(8)
+        return chosen.softmax(-1) * 2.5, ids
+
+    (found,) = recognised(route, torch.randn(5, 8).to(dtype), torch.randn(experts, 8).to(dtype))
+    assert found.kind == TopK(8, False, True, 2.5)
 
 
 def squared(logits):
@@ -83,8 +94,8 @@ def plain(logits):
     return logits.softmax(-1).topk(4)
 
 
-@pytest.mark.parametrize("route", [squared, without_the_first, in_groups, plain])
-def test_anything_else_keeps_its_own_code(route):
+def recognised(route, x, w):
+    """What is found of the router in the graph of x wᵀ and this."""
     found = []
 
     def backend(module, inputs):
@@ -93,6 +104,11 @@ def test_anything_else_keeps_its_own_code(route):
         return module.forward
 
     torch._dynamo.reset()
-    step = torch.compile(lambda x, w: tuple(route(torch.nn.functional.linear(x, w))), backend=backend)
-    step(torch.randn(2, 8), torch.randn(16, 8))
-    assert [router and router.kind for router in found] == [TopK(4, False, False) if route is plain else None]
+    torch.compile(lambda x, w: tuple(route(torch.nn.functional.linear(x, w))), backend=backend)(x, w)
+    return found
+
+
+@pytest.mark.parametrize("route", [squared, without_the_first, in_groups, plain])
+def test_anything_else_keeps_its_own_code(route):
+    (found,) = recognised(route, torch.randn(2, 8), torch.randn(16, 8))
+    assert (found and found.kind) == (TopK(4, False, False) if route is plain else None)

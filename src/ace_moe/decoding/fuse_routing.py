@@ -6,6 +6,7 @@ without groups …). That a graph does just this is found by trying it on random
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
 from itertools import permutations, product
 from typing import Any, NamedTuple
@@ -20,7 +21,7 @@ from .nodes import behind, evaluate, new, tensors, value
 LINEAR = torch.nn.functional.linear
 RULE, ROUTE = torch.ops.ace_moe.rule.default, torch.ops.ace_moe.route.default
 TRIALS = 16  # random routings a router is tried on: a decode step has few tokens
-CLOSE = {torch.float32: 1e-5}  # how near gates are by one formula and by another; rounded ones 1e-2
+PRODUCTS = (operator.mul, operator.imul, torch.mul, "mul", "mul_")
 
 
 class Router(NamedTuple):
@@ -61,49 +62,53 @@ def router_of(ids: Any, gates: Any) -> Router | None:
     if value(others[0]).numel() != tokens * experts or any(len(value(v)) != experts for v in vectors):
         return None
     trials = [_tried(nodes, inputs, (ids, gates), seed) for seed in range(TRIALS)]
-    if any(trial is None for trial in trials):
-        return None
-    ways = _ways(others[0], vectors, top_k)
-    return next((way for guess in ways if (way := _agreeing(guess, trials)) is not None), None)  # type: ignore[arg-type]
+    factors = {float(a) for n in nodes if n.target in PRODUCTS for a in n.args if isinstance(a, (int, float))}
+    ways = _ways(others[0], vectors, top_k, sorted({1.0, *factors}))
+    return next((way for way in ways if all(trial is not None and _agree(way, trial) for trial in trials)), None)
 
 
 class Trial(NamedTuple):
+    """Values of what goes into a router, and what its own code chose: ids and gates [T, k]."""
+
     given: dict[fx.Node, Tensor]
     ids: Tensor
     gates: Tensor
 
 
 def _tried(nodes: list[fx.Node], inputs: list[fx.Node], results: tuple[fx.Node, fx.Node], seed: int) -> Trial | None:
+    """None where the code cannot be tried."""
     draw = torch.Generator().manual_seed(seed)
-    given = {n: torch.randn(value(n).shape, generator=draw).to(value(n).dtype) for n in inputs}
-    found = [evaluate(nodes[: nodes.index(result) + 1], dict(given)) for result in results]
+    given = {n: _drawn(value(n), draw) for n in inputs}
+    found = [evaluate(nodes[: nodes.index(result) + 1], given) for result in results]
     return None if found[0] is None or found[1] is None else Trial(given, found[0], found[1])
 
 
-def _ways(logits: fx.Node, vectors: list[fx.Node], top_k: int) -> Iterator[Router]:
+def _drawn(like: Tensor, draw: torch.Generator) -> Tensor:
+    """Random values, none of them twice in a row: among equals any may be chosen."""
+    pool = torch.randn(16 * like.shape[-1], generator=draw).to(like.dtype).unique()
+    rows = [pool[torch.randperm(len(pool), generator=draw)[: like.shape[-1]]] for _ in range(like[..., 0].numel())]
+    return torch.stack(rows).view(like.shape)
+
+
+def _ways(logits: fx.Node, vectors: list[fx.Node], top_k: int, factors: list[float]) -> Iterator[Router]:
     """Every way there might be; a vector is one that experts are chosen by or one that gates are scaled by."""
     roles = [pair for pair in permutations([*vectors, None, None], 2) if set(vectors) <= set(pair)]
-    for (bias, scale), sigmoid, normalise in product(dict.fromkeys(roles), (False, True), (True, False)):
-        yield Router(logits, TopK(top_k, sigmoid, normalise), bias, scale)
+    kinds = product((False, True), (True, False), factors)
+    for (bias, scale), (sigmoid, normalise, times) in product(dict.fromkeys(roles), kinds):
+        yield Router(logits, TopK(top_k, sigmoid, normalise, times), bias, scale)
 
 
-def _agreeing(guess: Router, trials: list[Trial]) -> Router | None:
-    """The guess with the number its gates are multiplied by, if it says what the model's own code said in every trial."""
-    ratios = []
-    for trial in trials:
-        logits = trial.given[guess.logits].reshape(trial.ids.shape[0], -1)
-        bias, scale = (None if n is None else trial.given[n] for n in (guess.bias, guess.scale))
-        ids, gates = reference(guess.kind, logits, bias, scale)
-        (ids, gates), (own, found) = _by_expert(ids, gates), _by_expert(trial.ids, trial.gates.float())
-        if not torch.equal(ids, own):
-            return None
-        ratios.append((found / gates).flatten())
-    times = float(torch.cat(ratios).median())
-    if not torch.allclose(torch.cat(ratios), torch.tensor(times), rtol=CLOSE.get(trials[0].gates.dtype, 1e-2), atol=0):
-        return None
-    return guess._replace(kind=guess.kind._replace(times=1.0 if abs(times - 1) < 1e-6 else times))
+def _agree(way: Router, trial: Trial) -> bool:
+    logits = trial.given[way.logits].reshape(trial.ids.shape[0], -1)
+    bias, scale = (None if n is None else trial.given[n] for n in (way.bias, way.scale))
+    (ids, gates), (own, found) = (
+        _by_expert(*both) for both in (reference(way.kind, logits, bias, scale), (trial.ids, trial.gates.float()))
+    )
+    near = 1e-5 if trial.gates.dtype == torch.float32 else 1e-2  # rounded in other places
+    return torch.equal(ids, own) and torch.allclose(gates, found, rtol=near, atol=0)
 
 
 def _by_expert(ids: Tensor, gates: Tensor) -> tuple[Tensor, Tensor]:
+    """Slots in the order of their experts: routers give them in any."""
     order = ids.argsort(-1)
     return ids.gather(-1, order), gates.gather(-1, order)
