@@ -10,17 +10,17 @@ from ace_moe.decoding.fuse_routing import ROUTE, RULE, router_of
 from ace_moe.errors import IntegrationError
 from ace_moe.kernels.routing import TopK
 
+GLM = {"n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.5, "first_k_dense_replace": 0}
 KNOWN = [
     ("gemma4", {}, 1, TopK(4, False, True), "scale"), ("gpt_oss", {}, 1, TopK(4, False, True), ""),
-    ("minimax_m2", {}, 2, TopK(4, True, True), "bias"), ("gemma4", {}, 6, TopK(4, False, True), "scale"),
-    ("glm4_moe", {"n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.5}, 2, TopK(4, True, True, 2.5), "bias"),
+    ("minimax_m2", {}, 1, TopK(4, True, True), "bias"), ("glm4_moe", GLM, 2, TopK(4, True, True, 2.5), "bias"),
 ]  # fmt: skip
 
 
 def decided(model, batch, rewritten, monkeypatch):
     """Logits of two steps under a rule that skips, the graphs, and the counts."""
     with ACE(build_plan(model), policy="share", dispatch="kernels")(model) as ace:
-        ace.set_threshold(0.22)
+        ace.set_threshold(0.26)
         logits, graphs = steps(model, batch, rewritten, monkeypatch)
         return logits, graphs, ace.report()
 
@@ -33,7 +33,7 @@ def kinds(graphs):
 @pytest.mark.long
 @pytest.mark.parametrize(("family", "settings", "batch", "kind", "vectors"), KNOWN)
 def test_a_router_and_the_rule_become_one_kernel(family, settings, batch, kind, vectors, monkeypatch):
-    model = zoo.build(family, torch.float32, **settings)
+    model = zoo.build(family, torch.float32, num_hidden_layers=1, **settings)
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
             buffer.copy_(torch.linspace(-0.3, 0.3, len(buffer)))
