@@ -95,10 +95,12 @@ def decide_slots(*given: int | decide.Rule, restores: bool = False) -> None:
     decide.launch_rule(ids, gates, *common(*given), voting(restores), 128)
 
 
-def route_tokens(*given: int | decide.Rule, restores: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+def route_tokens(
+    *given: int | decide.Rule, restores: bool = False, times: float = 1.0, **vectors: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     logits = torch.zeros(given[0], 128, dtype=torch.bfloat16)
-    kind = (8, False, True, 1.0, torch.bfloat16, torch.int64)
-    return decide.launch_route(logits, *common(*given), *kind, voting(restores))
+    kind = (8, False, True, times, torch.bfloat16, torch.int64)
+    return decide.launch_route(logits, *common(*given), *kind, voting(restores), **vectors)
 
 
 def builds_of(sizes: Iterable[int]) -> set[tuple]:
@@ -149,6 +151,7 @@ def the_rest() -> None:
             decide_slots(tokens, rule)
         for rule in (RULES[1], *RULES[-2:]):
             route_tokens(tokens, rule)
+        route_tokens(tokens, RULES[0], times=2.5, bias=torch.zeros(128), scale=torch.ones(128, dtype=torch.bfloat16))
     decide_slots(16, RULES[-1], restores=True)
     for tokens in (1, 16, 64, 300):
         decide_slots(tokens, RULES[0], restores=True)

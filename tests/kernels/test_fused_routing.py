@@ -74,6 +74,20 @@ def test_half_precision_is_no_other_router(experts, dtype):
     assert found.kind == TopK(8, False, True, 2.5)
 
 
+def test_vectors_are_told_apart_by_what_they_do():
+    """A bias in a row of its own (ERNIE-4.5), a scale, and a product with a bias, which is the product's."""
+    moves, scales = torch.randn(1, 16), torch.rand(16) + 0.5
+
+    def route(logits):
+        scores = logits.sigmoid()
+        ids = (scores + moves.squeeze()).topk(4, sorted=False)[1]
+        return scores.gather(-1, ids) * scales[ids], ids
+
+    (found,) = recognised(route, torch.randn(3, 8), torch.randn(16, 8))
+    assert found.kind == TopK(4, True, False)
+    assert [found.bias.meta["example_value"].shape, found.scale.meta["example_value"].shape] == [(1, 16), (16,)]
+
+
 def squared(logits):
     return (logits * logits).softmax(-1).topk(4)
 

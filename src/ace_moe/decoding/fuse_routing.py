@@ -25,7 +25,7 @@ PRODUCTS = (operator.mul, operator.imul, torch.mul, "mul", "mul_")
 
 
 class Router(NamedTuple):
-    """What the kernel is told: the logits, how they become gates, and the vectors [E] that go into that."""
+    """What the kernel is told: the logits, how they become gates, and the vectors of E numbers that go into that."""
 
     logits: fx.Node
     kind: TopK
@@ -54,16 +54,15 @@ def router_of(ids: Any, gates: Any) -> Router | None:
     if not tensors(inputs):
         return None
     tokens, top_k = value(ids).shape
-    vectors = [n for n in inputs if value(n).dim() == 1]
-    others = [n for n in inputs if n not in vectors]
-    if len(others) != 1 or others[0].target is not LINEAR or len(vectors) > 2:
+    products, vectors = ([n for n in inputs if (n.target is LINEAR) is linear] for linear in (True, False))
+    if len(products) != 1 or len(vectors) > 2:
         return None
-    experts = value(others[0]).shape[-1]
-    if value(others[0]).numel() != tokens * experts or any(len(value(v)) != experts for v in vectors):
+    experts = value(products[0]).shape[-1]
+    if value(products[0]).numel() != tokens * experts or any(value(v).shape.numel() != experts for v in vectors):
         return None
     trials = [_tried(nodes, inputs, (ids, gates), seed) for seed in range(TRIALS)]
     factors = {float(a) for n in nodes if n.target in PRODUCTS for a in n.args if isinstance(a, (int, float))}
-    ways = _ways(others[0], vectors, top_k, sorted({1.0, *factors}))
+    ways = _ways(products[0], vectors, top_k, sorted({1.0, *factors}))
     return next((way for way in ways if all(trial is not None and _agree(way, trial) for trial in trials)), None)
 
 
@@ -100,7 +99,7 @@ def _ways(logits: fx.Node, vectors: list[fx.Node], top_k: int, factors: list[flo
 
 def _agree(way: Router, trial: Trial) -> bool:
     logits = trial.given[way.logits].reshape(trial.ids.shape[0], -1)
-    bias, scale = (None if n is None else trial.given[n] for n in (way.bias, way.scale))
+    bias, scale = (None if n is None else trial.given[n].flatten() for n in (way.bias, way.scale))
     (ids, gates), (own, found) = (
         _by_expert(*both) for both in (reference(way.kind, logits, bias, scale), (trial.ids, trial.gates.float()))
     )

@@ -101,10 +101,11 @@ def launch_route(
     ids = torch.empty(tokens, top_k, dtype=ids_dtype, device=logits.device)
     gates = torch.empty(tokens, top_k, dtype=dtype, device=logits.device)
     *votes, vote = _vote(voting, tau, power_of_two(tokens) * power_of_two(top_k))
+    vectors = [tau if vector is None else vector.contiguous() for vector in (bias, scale)]
     block = power_of_two(tokens) if vote == 1 else 1 if tokens <= 64 else 16
     if tokens:
         route_kernel.route[(cdiv(tokens, block),)](
-            logits, tau if bias is None else bias, tau if scale is None else scale, rows, tau, *_views(tables, tau), factor,
+            logits, *vectors, rows, tau, *_views(tables, tau), factor,
             counts, *votes, ids, gates, tokens, experts, logits.stride(0), mark, K=top_k, KP=power_of_two(top_k),
             EP=power_of_two(experts), BT=block, SIGMOID=sigmoid, NORMALISE=normalise, BIAS=bias is not None,
             SCALE=scale is not None, TIMES=times, VOTE=vote, **constants(rule), **early_start(logits.device),
