@@ -217,7 +217,8 @@ def table_claims() -> list[str]:
 def executor_claims() -> list[str]:
     import serving_page
 
-    return [" ".join(part().split()) for part in (serving_page.executors, serving_page.drafts)]
+    written = [re.split(r"^    .*$", part(), flags=re.M) for part in (serving_page.executors, serving_page.drafts)]
+    return [" ".join(prose.split()) for parts in written for prose in parts]  # commands are in between
 
 
 CLAIMS = {
