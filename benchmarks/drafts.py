@@ -5,7 +5,7 @@
 
 Drafts come from the prompt (ngram) or from a smaller model with the same tokens; both are left as they are. Budgets are of the
 first token of a step (`decode`) and of the drafts behind it (`verify`). `same`: the part of the text up to its first token that
-the model without a plan would not have written, greedily. Slots are not restored: a step of several tokens would give most back.
+the model without a plan would not have written, greedily. No slot is restored.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import argparse
 import gc
 import os
 import statistics
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -104,9 +103,7 @@ def main() -> None:
     starts, rows = prompts(options), []
     expected: list[list[int]] = []
     for name, drafter in drafters(options).items():
-        with tempfile.TemporaryDirectory() as cache:
-            os.environ["VLLM_CACHE_ROOT"] = cache
-            llm = engine(options, drafter)
+        llm = engine(options, drafter)
         for budgets in BUDGETS if drafter else BUDGETS[:1] + [b for b in BUDGETS if b[0] == b[1] > 0]:
             row = {"drafter": name, **measure(llm, budgets, starts, options.tokens)}
             texts = row.pop("texts")

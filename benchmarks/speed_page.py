@@ -183,9 +183,8 @@ def page() -> str:
         ("latency_paper_h200.json", "The paper's five rows against stock's eager experts"),
         ("latency_cpu.json", "On a CPU: an 86 M-parameter model, two cores"),
     ]
-    sections = [model_section(*model) for model in models]
-    parts = [unions_section(), budgets_section(), fused_section(), layer_section(), *sections[:5], UNDER_PLAN]
-    parts += [PAPER, *sections[5:]]
+    *on_gpu, on_cpu = [model_section(*model) for model in models]
+    parts = [unions_section(), budgets_section(), fused_section(), layer_section(), *on_gpu, UNDER_PLAN, PAPER, on_cpu]
     return written(PAGE, measured="\n".join(parts))
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, fx
 
 from ..kernels import decide  # noqa: F401  the operators
 from ..kernels.routing import TopK, reference
-from .nodes import behind, evaluate, new, tensors, value
+from .nodes import behind, evaluate, flat, new, tensors, value
 
 LINEAR = torch.nn.functional.linear
 RULE, ROUTE = torch.ops.ace_moe.rule.default, torch.ops.ace_moe.route.default
@@ -42,8 +42,8 @@ def take_router(graph: fx.Graph, rule: fx.Node) -> None:
     options = {name: node for name, node in (("bias", found.bias), ("scale", found.scale)) if node is not None}
     types = value(gates).dtype, value(ids).dtype
     with graph.inserting_before(rule):
-        flat = new(graph, value(found.logits), "reshape", found.logits, (value(ids).shape[0], -1))
-        both = new(graph, rule.meta["example_value"], ROUTE, flat, *common, *found.kind, *types, voting, **options)
+        logits = flat(graph, found.logits, value(ids).shape[0])
+        both = new(graph, rule.meta["example_value"], ROUTE, logits, *common, *found.kind, *types, voting, **options)
     rule.replace_all_uses_with(both)
     graph.erase_node(rule)
 

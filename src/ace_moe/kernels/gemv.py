@@ -31,7 +31,7 @@ def room(tokens: int, normed: int = 0) -> Room:
     """Found by measuring. Several tokens are in registers beside the weights.
 
     `normed`: columns of tokens that are normed, which are all there at once. Where they are more than a tile's, there are as many
-    more threads: four warps for four tokens of 2,816 columns spilt 142 registers.
+    more threads, by the machine code alone: four warps for four tokens of 2,816 columns spilt 142 registers.
     """
     if tokens == 1:
         return Room(16384, 8, 64)
