@@ -6,9 +6,10 @@
 
 Engines start together, each in a process of its own, and are timed in turn: vLLM alone, and one for each way to skip.
 Weights are random and of sane size in every format (as in serving.py: norms 1, embeddings N(0, 10), the rest 0.02 wide),
-thresholds are found so that the ratio is realised. `step_ms` is the time of a decode step's captured graphs on the device,
-without the host. The poison test fills every second expert with NaN or huge numbers, marks its slots as skipped and asks for
-the same output to the last bit; where those slots are not marked it must be spoilt, or the poison would prove nothing.
+thresholds are found so that the ratio is realised. `step_ms` is the time on the device, without the host: of a decode step's
+captured graphs, or of a prompt's pass. The poison test fills every second expert with NaN or huge numbers, marks its slots as
+skipped and asks for the same output to the last bit; where those slots are not marked it must be spoilt, or the poison would
+prove nothing.
 """
 
 from __future__ import annotations
@@ -23,12 +24,11 @@ from typing import Any
 sys.path.append(str(Path(__file__).parent))
 
 from running import engine_options, made_here, parser, store
-from serving_against import medians, settle
-from steps import on_device
+from serving_against import medians, settle, timed, to_time
 from versions import HERE, Version, serve
 
 from ace_moe.bench.shapes import GEMMA4_26B, QWEN3_30B, QWEN36_35B
-from serving import TINY, engine_args, generate, phase_of, ratios, start, write_plan
+from serving import TINY, engine_args, start, write_plan
 
 GPT_OSS_20B = {"num_hidden_layers": 24, "num_local_experts": 32, "num_experts_per_tok": 4}
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
@@ -37,8 +37,8 @@ GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False,
 # configuration and architecture, sizes, layers (two engines must fit), quantisation, and the ways to skip that are timed
 MODELS: dict[str, tuple[str, str, dict[str, Any], int, dict[str, Any] | None, tuple[str, ...]]] = {
     "fp8": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM", QWEN3_30B, 12, FP8, ("auto",)),
-    "mxfp4": ("GptOssConfig", "GptOssForCausalLM", GPT_OSS_20B, 16, MXFP4, ("native", "stock routing")),
-    "w4a16": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM", QWEN3_30B, 12, GPTQ, ("native",)),
+    "mxfp4": ("GptOssConfig", "GptOssForCausalLM", GPT_OSS_20B, 16, MXFP4, ("auto", "stock routing")),
+    "w4a16": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM", QWEN3_30B, 48, GPTQ, ("auto",)),
     "gemma-4": ("Gemma4TextConfig", "Gemma4ForCausalLM", GEMMA4_26B, 26, None, ("auto",)),
     "qwen3.6": ("Qwen3_5MoeTextConfig", "Qwen3_5MoeForCausalLM", QWEN36_35B, 28, None, ("auto",)),
 }
@@ -48,8 +48,7 @@ ENGINE: dict[str, dict[str, Any]] = {
     "qwen3.6": {"additional_config": {"gdn_prefill_backend": "triton"}},
 }
 WAYS: dict[str, dict[str, Any]] = {
-    "auto": {}, "native": {"executor": "native"}, "kernels": {"kernels": True},
-    "stock routing": {"executor": "native", "routing": "vllm"},
+    "auto": {}, "kernels": {"kernels": True}, "stock routing": {"executor": "native", "routing": "vllm"},
 }  # fmt: skip
 POISONED = (1, 4, 16, 300)  # tokens
 
@@ -100,15 +99,7 @@ class Engine:
         return self.llm.collective_rpc("check_poison", args=(list(POISONED),))[0]
 
     def time(self, tau: float | None, batch: int, prompt: int, tokens: int, seed: int) -> list[float]:
-        """Milliseconds a token, the realised ratio, and milliseconds of a step on the device."""
-        if tau is not None and not self.stock:
-            self.llm.collective_rpc("ace_set", kwargs={"threshold": tau})
-            self.llm.collective_rpc("ace_reset")
-        (_, token), launched = on_device(
-            self.llm, lambda: generate(self.llm, batch, prompt, tokens, seed, self.vocabulary)
-        )
-        realised = 0.0 if self.stock else ratios(self.llm)[phase_of(tokens)]
-        return [1e3 * token, realised, sum(launched["replays"]) / (tokens - 1)]
+        return timed(self.llm, None if self.stock else tau, batch, prompt, tokens, seed, self.vocabulary)
 
 
 # ---- the check --------------------------------------------------------------------------------------------------
@@ -127,7 +118,10 @@ def show(model: str, row: dict[str, Any]) -> None:
     for what in ("ms", "step_ms"):
         base = row[what]["vLLM"] or 1.0
         parts = (f"{way} {ms:.3f} ({ms / base:.3f}, {row['realised'][way]:.0%})" for way, ms in row[what].items())
-        print(f"{model:>8} batch {row['batch']:>3} {what:>7}  " + "  ".join(parts), flush=True)
+        print(
+            f"{model:>8} {row['batch']:>3} x {row['prompt']:<4} {row['tokens']:>3} {what:>7}  " + "  ".join(parts),
+            flush=True,
+        )
 
 
 def check(model: str, engines: dict[str, Version], options: argparse.Namespace) -> dict[str, Any]:
@@ -135,8 +129,8 @@ def check(model: str, engines: dict[str, Version], options: argparse.Namespace) 
     for way, found in facts.items():
         print(f"{model:>8} {way}: {json.dumps(found, ensure_ascii=False)}", flush=True)
     rows = []
-    for batch in options.batches:
-        rows.append(measure(engines, (batch, options.prompt, options.decode + 1), options.ratio))
+    for size in to_time(options):
+        rows.append(measure(engines, size, options.ratio))
         show(model, rows[-1])
     poisoned = {way: engine.poison() for way, engine in engines.items() if way != "vLLM"}
     for way, found in poisoned.items():
@@ -167,11 +161,12 @@ def all_ready(model: str, engines: dict[str, Version]) -> bool:
 
 
 def main() -> None:
-    made = engine_options(parser(__doc__, prompt=128, decode=48, ratio=0.6), memory=0.12, cache=2.0, length=512)
+    made = engine_options(parser(__doc__, prompt=128, decode=48, ratio=0.6), memory=0.12, cache=2.0, length=1280)
     made.add_argument("--serve", help=argparse.SUPPRESS)
     made.add_argument("--models", nargs="+", choices=MODELS, default=["fp8", "mxfp4"])
     made.add_argument("--layers", type=int, help="as many layers in every model")
     made.add_argument("--batches", type=int, nargs="*", default=[4, 16])
+    made.add_argument("--ttft", nargs="*", default=[], help="prompts: 4x1024")
     made.add_argument("--tiny", action="store_true", help="a tiny unquantised shape, for a CPU")
     options = made.parse_args()
     if options.serve:

@@ -33,7 +33,7 @@ class Engine:
     def __init__(self, options: argparse.Namespace):
         import serving
 
-        self.tools, sizes = serving, dict(serving.TINY if options.tiny else serving.QWEN3_30B)
+        sizes = dict(serving.TINY if options.tiny else serving.QWEN3_30B)
         sizes |= {"num_hidden_layers": options.layers} if options.layers else {}
         self.vocabulary, folder = int(sizes["vocab_size"]), Path(tempfile.mkdtemp())
         given = {"allow_other_weights": True, "kernels": "auto", "routing": "fused"}
@@ -43,19 +43,32 @@ class Engine:
         self.llm = serving.start(serving.write_model(folder / "model", sizes), options, **ace)
 
     def time(self, tau: float | None, batch: int, prompt: int, tokens: int, seed: int) -> list[float]:
-        """Milliseconds, the realised ratio, and milliseconds on the device alone; `tau`: None for vLLM alone."""
-        if tau is not None:
-            self.llm.collective_rpc("ace_set", kwargs={"threshold": tau})
-            self.llm.collective_rpc("ace_reset")
-        size = (batch, prompt, tokens, seed, self.vocabulary)
-        (wall, step), launched = on_device(self.llm, lambda: self.tools.generate(self.llm, *size))
-        realised = 0.0 if tau is None else self.tools.ratios(self.llm)[self.tools.phase_of(tokens)]
-        alone = sum(launched["passes"]) if tokens == 1 else sum(launched["replays"]) / (tokens - 1)
-        return [1e3 * (wall if tokens == 1 else step), realised, alone]
+        return timed(self.llm, tau, batch, prompt, tokens, seed, self.vocabulary)
+
+
+def timed(llm: Any, tau: float | None, batch: int, prompt: int, tokens: int, seed: int, vocabulary: int) -> list[float]:
+    """Milliseconds until the first token where there is one alone, else of a further one; the realised ratio; milliseconds of the
+    same on the device alone. `tau`: None for vLLM alone."""
+    import serving
+
+    if tau is not None:
+        llm.collective_rpc("ace_set", kwargs={"threshold": tau})
+        llm.collective_rpc("ace_reset")
+    (wall, step), launched = on_device(llm, lambda: serving.generate(llm, batch, prompt, tokens, seed, vocabulary))
+    realised = 0.0 if tau is None else serving.ratios(llm)[serving.phase_of(tokens)]
+    alone = sum(launched["passes"]) if tokens == 1 else sum(launched["replays"]) / (tokens - 1)
+    return [1e3 * (wall if tokens == 1 else step), realised, alone]
+
+
+def to_time(options: argparse.Namespace) -> list[tuple[int, int, int]]:
+    """Sequences, tokens of their prompts and tokens to write: decode batches, then prompts."""
+    prompts = (map(int, size.split("x")) for size in options.ttft)
+    decode = [(batch, options.prompt, options.decode + 1) for batch in options.batches]
+    return [*decode, *((batch, prompt, 1) for batch, prompt in prompts)]
 
 
 def settle(engine: Version, ratio: float, size: tuple[int, int, int]) -> float:
-    return settled(lambda tau: engine.time(tau, *size, 7)[1], ratio, 12)
+    return settled(lambda tau: engine.time(tau, *size, 7)[1], ratio, 30)
 
 
 def medians(engines: dict[str, Version], ways: list[Way], size: tuple[int, int, int], alone: str) -> dict[str, Any]:
@@ -126,9 +139,7 @@ def main() -> None:
     if options.serve:
         return serve(Engine(options))
     engines, rows = launch(options), []
-    sizes = [(batch, options.prompt, options.decode + 1) for batch in options.batches]
-    sizes += [(batch, prompt, 1) for batch, prompt in (map(int, size.split("x")) for size in options.ttft)]
-    for size in sizes:
+    for size in to_time(options):
         rows.append(measure(engines, size, options.ratio))
         show(rows[-1], options.ratio)
         store(options.out, made_here(rows=rows))

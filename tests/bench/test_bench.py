@@ -282,6 +282,8 @@ def test_named_shapes_build(name, monkeypatch):
         "hidden_size": 64,
         "moe_intermediate_size": 32,
         "num_experts": 8,
+        "num_local_experts": 8,
+        "n_routed_experts": 8,
         "vocab_size": 128,
         "intermediate_size": 64,
     }

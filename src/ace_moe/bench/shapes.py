@@ -30,10 +30,23 @@ GEMMA4_26B = {
     "global_head_dim": 512, "num_global_key_value_heads": 2, "attention_k_eq_v": True, "sliding_window": 1024,
     "final_logit_softcapping": 30.0,
 }  # fmt: skip
+GPT_OSS_20B = {
+    "hidden_size": 2880, "intermediate_size": 2880, "num_hidden_layers": 24, "num_local_experts": 32,
+    "num_experts_per_tok": 4, "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 201088,
+    "sliding_window": 128,
+}  # fmt: skip
+GLM45_AIR = {
+    "hidden_size": 4096, "intermediate_size": 10944, "moe_intermediate_size": 1408, "num_hidden_layers": 46,
+    "n_routed_experts": 128, "num_experts_per_tok": 8, "n_shared_experts": 1, "n_group": 1, "topk_group": 1,
+    "first_k_dense_replace": 1, "norm_topk_prob": True, "routed_scaling_factor": 1.0, "num_attention_heads": 96,
+    "num_key_value_heads": 8, "head_dim": 128, "partial_rotary_factor": 0.5, "vocab_size": 151552,
+}  # fmt: skip
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-30b-a3b": ("Qwen3MoeConfig", QWEN3_30B),
     "qwen3.6-35b-a3b": ("Qwen3_5MoeTextConfig", QWEN36_35B),
     "gemma-4-26b-a4b": ("Gemma4TextConfig", GEMMA4_26B),
+    "gpt-oss-20b": ("GptOssConfig", GPT_OSS_20B),
+    "glm-4.5-air": ("Glm4MoeConfig", GLM45_AIR),
 }
 
 
