@@ -32,8 +32,8 @@ By the clock, where the layers are enough that the host does not decide:
 
 """
 PROMPTS = """
-Four prompts of 1,024 tokens of that model take {times} ms with vLLM alone, at 0 % and skipped: repeats lie too far apart to say
-which is faster.
+Four prompts of 1,024 tokens of that model take {times} ms (vLLM alone, at 0 %, skipped): repeats lie
+too far apart to say which is faster.
 """
 
 
