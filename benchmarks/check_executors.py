@@ -27,10 +27,9 @@ from running import engine_options, made_here, parser, store
 from serving_against import medians, settle, timed, to_time
 from versions import HERE, Version, serve
 
-from ace_moe.bench.shapes import GEMMA4_26B, QWEN3_30B, QWEN36_35B
+from ace_moe.bench.shapes import GEMMA4_26B, GPT_OSS_20B, QWEN3_30B, QWEN36_35B
 from serving import TINY, engine_args, start, write_plan
 
-GPT_OSS_20B = {"num_hidden_layers": 24, "num_local_experts": 32, "num_experts_per_tok": 4}
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True}
@@ -38,7 +37,7 @@ GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False,
 MODELS: dict[str, tuple[str, str, dict[str, Any], int, dict[str, Any] | None, tuple[str, ...]]] = {
     "fp8": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM", QWEN3_30B, 12, FP8, ("auto",)),
     "mxfp4": ("GptOssConfig", "GptOssForCausalLM", GPT_OSS_20B, 16, MXFP4, ("auto", "stock routing")),
-    "w4a16": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM", QWEN3_30B, 48, GPTQ, ("auto",)),
+    "w4a16": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM", QWEN3_30B, 48, GPTQ, ("native",)),
     "gemma-4": ("Gemma4TextConfig", "Gemma4ForCausalLM", GEMMA4_26B, 26, None, ("auto",)),
     "qwen3.6": ("Qwen3_5MoeTextConfig", "Qwen3_5MoeForCausalLM", QWEN36_35B, 28, None, ("auto",)),
 }
@@ -48,7 +47,8 @@ ENGINE: dict[str, dict[str, Any]] = {
     "qwen3.6": {"additional_config": {"gdn_prefill_backend": "triton"}},
 }
 WAYS: dict[str, dict[str, Any]] = {
-    "auto": {}, "kernels": {"kernels": True}, "stock routing": {"executor": "native", "routing": "vllm"},
+    "auto": {}, "native": {"executor": "native"}, "kernels": {"kernels": True},
+    "stock routing": {"executor": "native", "routing": "vllm"},
 }  # fmt: skip
 POISONED = (1, 4, 16, 300)  # tokens
 
