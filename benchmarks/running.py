@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 Row = dict[str, Any]
-CLOSE = 0.002  # of a ratio that was asked for
 
 
 def parser(doc: str | None, must_store: bool = False, **defaults: Any) -> argparse.ArgumentParser:
@@ -83,12 +82,9 @@ def in_turn(ways: Mapping[str, Callable[[], T]], rounds: int) -> dict[str, list[
 
 
 def settled(realised: Callable[[float], float], ratio: float, rounds: int) -> float:
-    """τ that realises the ratio at a size: a few tokens are not like a thousand. Gates that are nearly equal take many rounds."""
+    """τ that realises the ratio at a size: a few tokens are not like a thousand."""
     low, high = 0.0, 1.0
     for _ in range(rounds if ratio else 0):
         middle = (low + high) / 2
-        found = realised(middle)
-        if abs(found - ratio) < CLOSE:
-            return middle
-        low, high = (middle, high) if found < ratio else (low, middle)
+        low, high = (middle, high) if realised(middle) < ratio else (low, middle)
     return high if ratio else 0.0

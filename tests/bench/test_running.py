@@ -31,6 +31,12 @@ def test_a_ratio_is_met(ratio):
     assert running.settled(lambda tau: tau**2, ratio, 20) == pytest.approx(ratio**0.5, abs=1e-5)
 
 
+def test_gates_that_are_nearly_equal_take_more_rounds():
+    realised = lambda tau: min(max((tau - 0.125) / 2e-5, 0.0), 1.0)  # noqa: E731
+    assert realised(running.settled(realised, 0.6, 12)) == 1.0
+    assert realised(running.settled(realised, 0.6, 30)) == pytest.approx(0.6, abs=1e-3)
+
+
 def test_results_say_what_made_them(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["/a/unions.py", "/models/m", "--tokens", "4"])
     running.store(tmp_path / "a.json", running.made_here(rows=[1]))
