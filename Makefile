@@ -36,12 +36,16 @@ test-long: setup
 test-all: test test-long test-5.17 test-5.22 test-vllm
 	$(BIN)/pytest -m slow
 
-# vLLM on the CPU, in an environment of its own (3.4 GB). All of it takes about 20 minutes on two cores, the smoke about 2.
+# vLLM on the CPU, in an environment of its own (3.4 GB), by both generations of its model runner: a CPU takes the first, a GPU
+# the second, whose kernels are interpreted here. About 20 minutes each on two cores, the smoke about 4 together.
+SECOND := ACE_TEST_RUNNER=2
 test-vllm: $(VENV)-vllm/.ready
 	$(VENV)-vllm/bin/pytest tests/serving -m vllm
+	$(SECOND) $(VENV)-vllm/bin/pytest tests/serving -m vllm
 
 test-vllm-smoke: $(VENV)-vllm/.ready
 	$(VENV)-vllm/bin/pytest tests/serving -m smoke
+	$(SECOND) $(VENV)-vllm/bin/pytest tests/serving/test_engine_rows.py tests/serving/test_engine_requests.py -m vllm
 
 test-%: $(VENV)-%/.ready
 	$(VENV)-$*/bin/pytest -n 2 -m "not slow"

@@ -23,6 +23,9 @@ from ace_moe.plan import Plan
 from ace_moe.policies import Decision, Routing
 
 HERE = Path(__file__).parent
+# the generations of vLLM's model runner, and which is tested: of the second's kernels a CPU has an interpreter alone
+RUNNERS = {"1": "vllm.v1.worker.cpu_model_runner", "2": "vllm.v1.worker.cpu.model_runner"}
+RUNNER = os.environ.get("ACE_TEST_RUNNER", "1")
 PROMPTS = (
     "The history of the town begins in the early twelfth century, when",
     "def read_file(path):\n    with open(path) as handle:\n        return",
@@ -166,9 +169,10 @@ class Case:
 def environment() -> dict[str, str]:
     """Of this source tree, whichever is installed."""
     source = Path(ace_moe.__file__).parent.parent
+    folders = [HERE, source] if RUNNER == "1" else [HERE, source, HERE / "second_runner"]
     return {
         **os.environ,
-        "PYTHONPATH": f"{HERE}{os.pathsep}{source}",
+        "PYTHONPATH": os.pathsep.join(map(str, folders)),
         "TRITON_INTERPRET": "0",
         "OMP_NUM_THREADS": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -181,7 +185,9 @@ def run_engine(
     """The results of `serving_engine.py`; its whole output is the message if it fails. `task` replaces parts of its SPEC."""
     done = start_engine(folder, model, ace, steps, task, **llm)
     assert done.returncode == 0, done.stdout[-6000:]
-    return json.loads((folder / "out.json").read_text())
+    found = json.loads((folder / "out.json").read_text())
+    assert found["runner"] == RUNNERS[RUNNER]
+    return found
 
 
 def run_script(name: str, *files: Path, timeout: int) -> subprocess.CompletedProcess[str]:

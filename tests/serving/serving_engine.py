@@ -68,6 +68,10 @@ class AuditedWorker(AceWorker):
         routers = [m.router for m in modules if hasattr(m, "router")]
         return sorted({f"{type(m).__module__}.{type(m).__name__}" for m in [*modules, *routers]})
 
+    def runner(self) -> str:
+        """Where the model runner's class is from: it says which generation this is."""
+        return type(self.model_runner).__module__  # type: ignore[attr-defined]
+
     def hooked(self) -> bool:
         classes = (*type(self.model_runner).__mro__, *type(self).__mro__)  # type: ignore[attr-defined]
         return any(hasattr(cls, "_ace_hooked") for cls in classes)
@@ -87,7 +91,7 @@ def main(spec_path: str, out_path: str) -> None:
     llm = LLM(spec["model"], **given | ace | spec["llm"])
     start = together(llm.collective_rpc("ace_report")) if ace else None
     results = [step(llm, spec, change) for change in spec["steps"]]
-    extra = {name: llm.collective_rpc(name)[0] for name in ("module_classes", "hooked")}
+    extra = {name: llm.collective_rpc(name)[0] for name in ("module_classes", "hooked", "runner")}
     Path(out_path).write_text(json.dumps({"start": start, "steps": results, **extra}))
 
 
