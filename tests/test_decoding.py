@@ -41,6 +41,7 @@ def test_decoder_says_what_generate_says(model):
 
 GREEDY = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 WINDOW = zoo.SIZES["sliding_window"]
+SHARED = ["sliding_attention", "full_attention"] * 2  # the last two with keys of the first two, of the same kinds
 HYBRIDS = ("gemma4", "qwen3_5_moe")  # windows beside full attention; recurrent states beside full attention
 
 
@@ -235,7 +236,7 @@ def test_what_does_not_fit_is_refused(model):
     with pytest.raises(IntegrationError, match="no memory for DynamicIndexedLayer"):
         Decoder(zoo.build("deepseek_v32"), 1, 32).prefill(zoo.inputs(1)["input_ids"])
     with pytest.raises(IntegrationError, match="share their keys"):
-        Decoder(zoo.build("gemma4", num_kv_shared_layers=2), 1, 32)
+        Decoder(zoo.build("gemma4", num_kv_shared_layers=2, layer_types=SHARED), 1, 32)
 
 
 def test_steps_and_rewinds_stay_within_the_cache(model):

@@ -28,7 +28,7 @@ UNMEASURED = {
     r"12\.5 %": "one of eight slots",
     r"2–4×": "16 bits against 8 or 4",
     r"7\.6 M": "the embedded model's size",
-    r"3\.10 on|2\.9 on|5\.17 on|5\.22|5\.19|0\.32|>=?[\d.]+|2609\.05228|[Aa]pache-2\.0": "a version or a name",
+    r"3\.10 on|2\.9 on|5\.17 on|5\.2[23]|5\.19|0\.3[23]|>=?[\d.]+|2609\.05228|[Aa]pache-2\.0": "a version or a name",
     r"[Ss]tart at 0\.2 or 0\.3|within 0\.05 nats|--skip[a-z-]* 0\.\d|0\.5\b": "an example",
     r"16 MiB": "a limit of the program",
     r"16 × 1,024": "a size",

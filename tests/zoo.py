@@ -79,6 +79,15 @@ FAMILIES = (
     _family("deepseek_v4", "DeepseekV4ForCausalLM", "DeepseekV4Config"),
     _family("diffusion_gemma", "DiffusionGemmaEncoderTextModel", "DiffusionGemmaTextConfig"),
     _family("dots1", "Dots1ForCausalLM", "Dots1Config", n_shared_experts=1),
+    _family(
+        "dots3_note",
+        "Dots3NoteForCausalLM",
+        "Dots3NoteTextConfig",
+        shared_experts_intermediate_size=MIDDLE,
+        **dict.fromkeys(("swa_num_attention_heads", "swa_num_key_value_heads"), 4),
+        **dict.fromkeys(("swa_q_lora_rank", "swa_kv_lora_rank", "swa_head_dim"), 32),
+        **dict.fromkeys(("swa_qk_nope_head_dim", "swa_v_head_dim"), 16),
+    ),
     _family("ernie4_5_moe", "Ernie4_5_MoeForCausalLM", "Ernie4_5_MoeConfig"),
     _family(
         "ernie4_5_vl_moe",
@@ -136,6 +145,14 @@ FAMILIES = (
         swa_num_key_value_heads=2,
         swa_head_dim=16,
         mlp_layer_types=_SPARSE,
+    ),
+    _family(
+        "inkling2",
+        "Inkling2ForCausalLM",
+        "Inkling2TextConfig",
+        swa_num_attention_heads=4,
+        swa_num_key_value_heads=2,
+        swa_head_dim=16,
     ),
     _family("jamba", "JambaForCausalLM", "JambaConfig"),
     _family(
@@ -256,7 +273,16 @@ def build(name: str, dtype: torch.dtype = torch.float32, seed: int = 0, **extra:
     torch.manual_seed(seed)
     model = model_class(config).eval()
     _roughen(model, torch.Generator().manual_seed(seed))
-    return model.to(dtype)
+    return _cast(model, dtype)
+
+
+def _cast(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
+    """With routers in fp32 where the model wants them so, as `from_pretrained` would load it."""
+    kept = [part for part in getattr(model, "_keep_in_fp32_modules_strict", None) or () if "gate" in part]
+    for name, parameter in model.to(dtype).named_parameters():
+        if any(part in name for part in kept):
+            parameter.data = parameter.data.float()
+    return model
 
 
 @torch.no_grad()

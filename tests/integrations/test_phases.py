@@ -12,9 +12,12 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from packaging import version
 from transformers import PreTrainedModel, StaticCache
 
-from ace_moe import ACE
+import zoo
+from ace_moe import ACE, build_plan
 from ace_moe.plan import Plan
 
 LAYERS, K, PROMPT, NEW = 6, 8, 21, 24
@@ -207,6 +210,34 @@ def test_by_hand_on_a_static_cache(ace: ACE, model: PreTrainedModel, ids: torch.
 
 
 @torch.no_grad()
+def test_by_hand_where_some_layers_cache_nothing() -> None:
+    """From transformers 5.23 on such a layer calls itself initialized in an empty cache: one token is a prompt all the same."""
+    model, token = zoo.build("nemotron_h"), zoo.inputs(1, 1)["input_ids"]
+    with ACE(build_plan(model), policy="share")(model) as ace:
+        cache = StaticCache(config=model.config, max_cache_len=16)
+        for _ in range(2):
+            model(input_ids=token, past_key_values=cache)
+        found = ace.report()
+    assert found["prefill"]["routed"] == found["decode"]["routed"] > 0
+
+
+@torch.no_grad()
+def test_layers_that_are_given_the_last_tokens_alone() -> None:
+    """From transformers 5.23 on, behind Gemma-4's last own keys a prompt is cut to what its logits are asked for."""
+    options = {"num_kv_shared_layers": 2, "layer_types": ["sliding_attention", "full_attention"] * 2}
+    model = zoo.build("gemma4", hidden_size_per_layer_input=16, vocab_size_per_layer_input=zoo.VOCABULARY, **options)
+    ids = zoo.inputs(2, 9)["input_ids"]
+    mask = torch.ones_like(ids)
+    mask[0, :4] = 0
+    plain = model.generate(ids, attention_mask=mask, max_new_tokens=4, do_sample=False)
+    cut = version.parse(transformers.__version__) >= version.parse("5.23")
+    with ACE(build_plan(model), policy="share")(model) as ace:
+        assert torch.equal(model.generate(ids, attention_mask=mask, max_new_tokens=4, do_sample=False), plain)
+        layers = ace.report()["layers"]
+    assert [layers[n]["prefill"]["routed"] // zoo.TOP_K for n in "0123"] == [14, 14, *[2 if cut else 14] * 2]
+    assert {layers[n]["decode"]["routed"] for n in "0123"} == {2 * 3 * zoo.TOP_K}
+
+
 def test_masks_of_any_kind(ace: ACE, model: PreTrainedModel, ids: torch.Tensor) -> None:
     """Right padding, bool and float masks; without a mask the report says that padding may be counted, until a reset."""
     mask = torch.ones_like(ids)

@@ -47,6 +47,9 @@ class Pass:
         self._rows: Tensor | None = None  # [T] of the running pass
         self._row: int | None = PREFILL  # the one row of all its tokens, where it is known
         self._length = 0
+        self._kept = (
+            0  # of each sequence, where the last layers may be given only the tokens whose logits are asked for
+        )
         self._same = {row: Same(row) for row in (PREFILL, DECODE, VERIFY)}
         self._lock, self._owner = threading.Lock(), 0
 
@@ -72,6 +75,8 @@ class Pass:
         rows = self._rows
         if rows is not None and rows.shape[0] == tokens and (rows.device == device or self._row is None):
             return rows if rows.device == device else rows.to(device)
+        if rows is not None and self._kept and tokens * self._length == len(rows) * self._kept:
+            return rows.view(-1, self._length)[:, -self._kept :].reshape(-1).to(device)
         if self._row is None:
             raise IntegrationError(
                 f"A layer got {tokens} tokens in a pass of {0 if rows is None else rows.shape[0]} that mixes prompts, generated "
@@ -105,7 +110,7 @@ class Pass:
         again = torch.is_grad_enabled()
         self.counting = not again
         if not again:
-            self._rows, self._row, self._length = None, PREFILL, 0
+            self._rows, self._row, self._length, self._kept = None, PREFILL, 0, 0
         if not torch.compiler.is_compiling():
             self._leave()
 
@@ -129,6 +134,8 @@ class Pass:
             self._row, self._length, self.runtime.padding_known = PREFILL, 0, False
             return
         batch, self._length = given.shape[:2]
+        asked = inputs.get("logits_to_keep")
+        self._kept = asked if isinstance(asked, int) and asked < self._length else 0
         telling = self._latest if torch.compiler.is_compiling() else self.telling
         if telling.row is not None:
             self._all(telling.row, given)
@@ -194,8 +201,9 @@ def by_hand(cache: Any, length: int) -> int:
 def _filled(cache: Any) -> bool:
     """Whether a cache holds anything; a static one once it was written to, since its length is on the device."""
     layers = getattr(getattr(cache, "self_attention_cache", cache), "layers", None) or ()
-    if any(isinstance(getattr(layer, "cumulative_length", None), Tensor) for layer in layers):
-        return any(getattr(layer, "is_initialized", False) for layer in layers)
+    static = [layer for layer in layers if isinstance(getattr(layer, "cumulative_length", None), Tensor)]
+    if static:
+        return any(getattr(layer, "is_initialized", False) for layer in static)
     length = _cached(cache)
     return isinstance(length, Tensor) or length > 0
 
