@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -61,6 +62,22 @@ def test_vllms_front_end_says_it(plan: Path) -> None:
     for additional, said in WRONG.values():
         with pytest.raises(AceError, match=said):
             EngineArgs(model=str(MODEL), additional_config=given(additional, plan)).create_engine_config()
+
+
+@pytest.mark.vllm
+def test_a_vllm_that_cannot_be_hooked_runs_on_unless_it_is_asked_to_skip(
+    plan: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A later release may have renamed what we hook: who installed us and does not use us must not notice."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    stock = inspect.unwrap(EngineArgs.create_engine_config)
+    monkeypatch.setattr(EngineArgs, "create_engine_config", stock)
+    monkeypatch.setattr("ace_moe.integrations.vllm.valve.listen", lambda: EngineArgs.no_such_method)
+    register()
+    assert EngineArgs(model=str(MODEL)).create_engine_config().model_config.model == str(MODEL)
+    with pytest.raises(AceError, match=r"does not know this vLLM \(0\..*no_such_method.*tried with 0\.32"):
+        EngineArgs(model=str(MODEL), additional_config=given({"ace": {"plan": "PLAN"}}, plan)).create_engine_config()
 
 
 @pytest.mark.vllm

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from ace_moe.errors import IntegrationError
 from ace_moe.integrations.vllm import layers
 
 
@@ -38,3 +39,13 @@ def test_routing_stays_outside_of_a_models_own_experts(monkeypatch: pytest.Monke
         with pytest.raises(TypeError):  # the rest of its arguments: what it is told comes first
             GptOssRoutedExperts("model.layers.0.mlp.experts", None, config)
         assert config.routing_method == method
+        assert getattr(config, "require_decomposed_backend", False) == (skipping is not None)
+
+
+def test_experts_that_are_constants_are_refused() -> None:
+    """A pruned checkpoint in vLLM 0.33: behind the router a skipped slot would become expert 0's, with gate 0."""
+    runner = SimpleNamespace(layer_name="model.layers.3.mlp.experts", routed_experts=SimpleNamespace())
+    layers._refuse_constants(runner)
+    runner.routed_experts.expert_substitution = object()
+    with pytest.raises(IntegrationError, match=r"layers\.3.*replaced by constants"):
+        layers._refuse_constants(runner)

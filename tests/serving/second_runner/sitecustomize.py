@@ -12,7 +12,7 @@ from types import SimpleNamespace
 os.environ["TRITON_INTERPRET"] = "1"
 os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
 
-from triton.backends import backends  # noqa: E402
+from triton.backends import backends
 
 
 class Interpreted:

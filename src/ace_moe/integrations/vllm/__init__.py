@@ -20,15 +20,25 @@ MIDDLEWARE = "ace_moe.integrations.vllm.http.AceMiddleware"
 
 
 def register() -> None:
-    """vLLM calls this in the front end, the engine and every worker."""
-    from . import requests, valve
+    """vLLM calls this in the front end, the engine and every worker. A vLLM that is not asked to skip runs on, whatever of it
+    we do not find; one that is asked to is told."""
     from .early import check_early
+
+    try:
+        _hook()
+    except Exception as error:  # vLLM does not catch it: it would end also who never heard of skipping
+        check_early(error)
+    else:
+        check_early()
+
+
+def _hook() -> None:
+    from . import requests, valve
     from .layers import register_layers
 
     register_layers()
     requests.listen()
     valve.listen()
-    check_early()
 
 
 def engine_args(

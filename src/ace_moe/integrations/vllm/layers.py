@@ -71,6 +71,7 @@ def _route_outside(experts: type) -> None:
             from vllm.model_executor.layers.fused_moe.config import RoutingMethodType
 
             moe_config.routing_method = RoutingMethodType.Custom
+            moe_config.require_decomposed_backend = True  # vLLM's own word for it, from 0.33 on
         begin(self, layer_name, params_dtype, moe_config, *args, **kwargs)
 
     experts.__init__ = __init__  # type: ignore[misc]
@@ -98,6 +99,7 @@ def attach(runner: Any, skipping: Skipping) -> None:
     config, experts = runner.moe_config, runner.routed_experts
     refuse_monolithic(experts)
     _refuse_router(runner)
+    _refuse_constants(runner)
     found = {
         "experts": config.num_logical_experts,
         "top_k": config.experts_per_token,
@@ -140,6 +142,15 @@ def _refuse_router(runner: Any) -> None:
         raise IntegrationError(
             f"ACE cannot skip in {runner.layer_name}: its router ({type(router).__name__}) is not one of vLLM's common ones. "
             "Serve this model without `ace`."
+        )
+
+
+def _refuse_constants(runner: Any) -> None:
+    """Behind the router such experts turn −1 into expert 0 with gate 0, which is run."""
+    if getattr(runner.routed_experts, "expert_substitution", None) is not None:
+        raise IntegrationError(
+            f"ACE cannot skip in {runner.layer_name}: some of its experts were replaced by constants, and vLLM runs a skipped "
+            "slot there all the same. Serve this model without `ace`."
         )
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ...checkpoint import MoEModel
-from ...errors import OptionError, PolicyError
+from ...errors import IntegrationError, OptionError, PolicyError, brief
 from ...plan import Plan
 from ...policies import AUTO, Policy, choose
 from ...runtime.settings import Skip, check_tables, policy_for
@@ -33,6 +33,17 @@ EXECUTORS = ("auto", "native", "redirect")  # native: also what was read in vLLM
 ROUTINGS = ("fused", "vllm")
 EVERY = sys.maxsize  # tokens: our kernels run steps of any size
 TRACED = 16384
+TRIED = ("0.32", "0.33")  # releases of vLLM
+
+
+def unknown_vllm(error: Exception) -> IntegrationError:
+    """What we hook into is not where it was."""
+    import vllm
+
+    return IntegrationError(
+        f"ACE does not know this vLLM ({vllm.__version__}): {brief(error)}. It was tried with {' and '.join(TRIED)}; install "
+        "one of these, or serve without `ace`."
+    )
 
 
 def batch_invariant() -> bool:

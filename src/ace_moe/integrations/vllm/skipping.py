@@ -18,7 +18,7 @@ from ...runtime.tracking import look_up
 from . import KEY
 from .requests import asked
 from .rows import Rows, Share, Step, listen
-from .settings import REFUSED, Settings, batch_invariant, check_content, logger
+from .settings import REFUSED, Settings, batch_invariant, check_content, logger, unknown_vllm
 from .tracing import requests_of, tracing_of
 
 SKIPPED = -1  # the id of a skipped slot: what vLLM itself gives padding
@@ -55,7 +55,10 @@ def configure(vllm_config: Any) -> Skipping | None:
     # what shapes the compiled graph is that our operators are in it, not which budget they use
     vllm_config.additional_config = Configured({**additional, KEY: CONFIGURED})
     vllm_config.additional_config.skipping = skipping
-    listen(find)
+    try:
+        listen(find)
+    except (ImportError, AttributeError) as error:
+        raise unknown_vllm(error) from error
     return skipping
 
 
