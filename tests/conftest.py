@@ -1,5 +1,6 @@
 """What many tests share: the embedded model, its plan and a few windows of text."""
 
+import importlib.util
 import os
 import warnings
 from pathlib import Path
@@ -21,10 +22,13 @@ from ace_moe.demo import MODEL, TEXT
 from ace_moe.loading import load_model, load_tokenizer, load_windows
 from ace_moe.plan import Plan
 from ace_moe.text import Windows
+from interpreted import plain_masks
 from support import pytest_addoption, pytest_configure, tried
 
 __all__ = ["pytest_addoption", "pytest_configure", "tried"]  # hooks and a fixture
 
+if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton"):
+    plain_masks()
 logging.disable_progress_bar()
 # no test may depend on how fast the machine is; where a result decides whether work lands, examples are the same each time
 hypothesis.settings.register_profile("ci", deadline=None, derandomize=True)

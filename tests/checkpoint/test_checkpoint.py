@@ -1,6 +1,7 @@
 """A checkpoint streamed from disk gives the layers of the loaded model, whatever the layout on disk."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,12 +12,17 @@ from ace_moe import build_plan
 from ace_moe.checkpoint import MoEModel, measure
 from ace_moe.checkpoint.structure import experts_modules, hollow_twin
 
+TURNED = ("inkling2_text",)  # rows of gate and up by turns on disk: read whole, not row by row for a fingerprint
 SAME = ("w_in", "w_out", "b_in", "b_out", "norm_scale", "router_rows")
 
 
 def assert_same_layers(folder, model):
     disk, memory = MoEModel.open(folder), MoEModel.of(model)
-    assert disk.fingerprint() == memory.fingerprint()
+    found, expected = disk.fingerprint(), memory.fingerprint()
+    if model.config.model_type in TURNED:
+        assert not found.experts
+        expected = replace(expected, experts={})
+    assert found == expected
     for ours, theirs in zip(disk.layers(), memory.layers(), strict=True):
         assert (ours.key, ours.top_k, ours.undefined.keys()) == (theirs.key, theirs.top_k, theirs.undefined.keys())
         for name in SAME:

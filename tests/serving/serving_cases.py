@@ -169,7 +169,7 @@ class Case:
 def environment() -> dict[str, str]:
     """Of this source tree, whichever is installed."""
     source = Path(ace_moe.__file__).parent.parent
-    folders = [HERE, source] if RUNNER == "1" else [HERE, source, HERE / "second_runner"]
+    folders = [HERE, source] if RUNNER == "1" else [HERE, source, HERE / "second_runner", HERE.parent]
     return {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(map(str, folders)),

@@ -14,6 +14,8 @@ os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
 
 from triton.backends import backends
 
+from interpreted import plain_masks
+
 
 class Interpreted:
     """A driver that nobody asks for: the interpreter compiles nothing."""
@@ -24,20 +26,4 @@ class Interpreted:
 
 
 backends["cpu"] = SimpleNamespace(compiler=None, driver=Interpreted)
-
-from triton.runtime import interpreter  # noqa: E402
-
-
-def plain_masks(name: str, place: int) -> None:
-    """The interpreter takes no mask whose numbers are not bool, which a chain of comparisons may give it."""
-    stock = getattr(interpreter.InterpreterBuilder, name)
-
-    def patched(self: object, *args: object) -> object:
-        args[place].data = args[place].data.astype(bool)
-        return stock(self, *args)
-
-    setattr(interpreter.InterpreterBuilder, name, patched)
-
-
-plain_masks("create_masked_load", 1)
-plain_masks("create_masked_store", 2)
+plain_masks()
