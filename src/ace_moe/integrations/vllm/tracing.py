@@ -33,7 +33,7 @@ class Tracing:
         self.new = lambda: Collector(fingerprint, most, model)
         self.collector, self.saved = self.new(), 0
         self.buffers: dict[str, tuple[Tensor, Tensor]] = {}
-        self.numbers: dict[str, int] = {}  # requests in the order they came
+        self.numbers: dict[str, int] = {}  # requests in the order they were first computed
         self.running: Tensor | None = None  # [3, T]: the tokens that the buffers will hold: request, phase, budget
         atexit.register(self.save)
 
