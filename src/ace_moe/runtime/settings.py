@@ -51,11 +51,12 @@ def _made(known: Mapping[str, Any], settings: Mapping[str, Any]) -> Policy:
         )
     try:
         common = {key: known[key] for key in COMMON if key in known}
-        return make(name, **{**dict(known.get("params", {})), **common, **settings})
+        own = make(name, **{**dict(known.get("params", {})), **common})
     except (PolicyError, TypeError, ValueError) as error:
         raise PlanError(
             f"The plan's own choice cannot be used: {error} Name the policy you want (--policy), or run `ace tune` again."
         ) from error
+    return make(own, **settings)
 
 
 def _recommended(plan: Plan, served: bool, workload: str | None) -> Mapping[str, Any] | None:
