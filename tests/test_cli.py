@@ -202,6 +202,11 @@ def test_inspect_plan(plan: Path) -> None:
     assert "│ ace " in shown.out and "max" not in shown.out, "settings that are not the usual ones"
 
 
+def test_inspect_a_copy_beside_the_embedded_model(plan: Path) -> None:
+    """`demo` is a model wherever a model is named."""
+    assert run_ace("inspect", plan, "demo", "--json").json["same_routers"]
+
+
 def test_the_table_of_budgets_fits_a_terminal(plan: Path) -> None:
     """80 columns with every heading and number whole, intervals too."""
     found = {name: {"value": 0.0157, "low": 0.0132, "high": 0.0177} for name in ("kl", "agreement", "acceptance")}
