@@ -83,6 +83,15 @@ def test_budget_again_replaces_its_entries(own_plan: Path) -> None:
     assert own_plan.read_bytes() == before
 
 
+def test_budgets_that_nobody_named_are_those_the_model_has_slots_for(own_plan: Path) -> None:
+    """As with two slots a token, of which one always runs; what is named must be met."""
+    options = ("--text", TEXT, *PASS, "--min-active", 4, "--no-correct", "--no-fidelity", "--json")
+    made = run_ace("budget", MODEL, "-p", own_plan, *options)
+    assert [t["budget"] for t in made.json["thresholds"]] == [0.1, 0.2, 0.3, 0.4, 0.5]
+    assert "above 50.0% are left out" in made.err
+    assert run_ace("budget", MODEL, "-p", own_plan, *options, "--budgets", 0.6).code == 1
+
+
 def test_paper_preset_maps_from_the_curve(own_plan: Path) -> None:
     """The paper has no correction, and the gain shapes no curve; its thresholds live beside ours and do not replace them."""
     options = ("--preset", "paper", "--budgets", "0.5", "--json")

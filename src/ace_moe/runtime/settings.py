@@ -146,13 +146,18 @@ def check_budget(budget: object, top_k: int, min_active: int = 1) -> float:
         raise BudgetError(
             f"A budget is a fraction from 0 to less than 1 of the routed slots, such as 0.5; not {budget!r}."
         )
-    limit = max(0, top_k - min_active) / top_k
+    limit = most(top_k, min_active)
     if value > limit:
         raise BudgetError(
             f"A budget of {value:.1%} cannot be met: with {top_k} slots a token and {min_active} always kept, at most "
             f"{limit:.1%} can be skipped. Lower the budget or min_active."
         )
     return value
+
+
+def most(top_k: int, min_active: int = 1) -> float:
+    """The largest budget there can be."""
+    return max(0, top_k - min_active) / top_k
 
 
 def check_threshold(threshold: object) -> Tensor:
