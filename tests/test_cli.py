@@ -273,6 +273,18 @@ def test_plan_is_tables_and_budget(plan: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
+def test_results_at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`~` behind an = reaches us as it is: a plan there is continued, and no folder of that name is made here."""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "home").mkdir()
+    for budget in (0.3, 0.5):
+        assert run_ace("plan", MODEL, "--text", TEXT, *PASS, "--budgets", budget, "--out=~/p.safetensors").code == 0
+    assert [t.budget for t in Plan.load(tmp_path / "home" / "p.safetensors").thresholds] == [0.3, 0.5]
+    assert run_ace("study", "tables", MODEL, "--text", TEXT, *PASS, "--out=~/tables.json").code == 0
+    assert sorted(p.name for p in tmp_path.rglob("*")) == ["home", "p.safetensors", "tables.json"]
+
+
 def test_run_beside(plan: Path) -> None:
     """The unskipped text is the stock model's; at budget 0 both are the same, at 50 % they differ and are marked."""
     options = ("--prompt", prompt(40), "--max-new-tokens", 24, "--beside")

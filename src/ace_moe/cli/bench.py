@@ -48,7 +48,7 @@ def bench(
     tokens: Annotated[int, option("With --text: tokens of it to use.")] = 16384,
     window: Annotated[int, option("With --text: tokens in a window.")] = 1024,
     output: Annotated[Path | None, option("The results, written after each row.", "--out", "-o")] = None,
-    chart: Annotated[Path | None, option("Also draw the rows into this picture.")] = None,
+    chart: Annotated[Path | None, option("Also draw the rows into this picture.", callback=opt.home)] = None,
     device: opt.Device = None,
     as_json: opt.AsJson = False,
 ) -> None:
