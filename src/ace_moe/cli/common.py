@@ -216,9 +216,9 @@ def check_texts(texts: Iterable[Path], window: int, tokens: int | None, batch: i
 
 def made_of(*files: Path | None) -> dict[str, str]:
     """The hashes of what went in, by name."""
-    from ..files import file_hash
+    from ..files import hashes
 
-    return {path.name: file_hash(path) for path in files if path is not None}
+    return hashes(path for path in files if path is not None)
 
 
 def print_json(value: Any) -> None:
