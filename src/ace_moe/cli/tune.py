@@ -63,11 +63,12 @@ def tune(
     found = search(loaded, had, windows, wanted, path=plan, mean=mean, aligned=aligned, save=save)
     if as_json:
         return print_json({"plan": str(plan), **found.recommendation, "tried": found.tried})
-    out.print(_tried(found.tried, wanted))
+    budgets_tried = found.recommendation["budgets"]  # in order, and without 0, however they were typed
+    out.print(_tried(found.tried, budgets_tried))
     out.print(_evidence(found.recommendation))
     _warn(found.recommendation)
     label = found.recommendation["evidence"]["choice"]["label"]
-    following = f'ace run {opt.as_typed(model)} --plan {plan} --skip {wanted[0]:g} --prompt "…"'
+    following = f'ace run {opt.as_typed(model)} --plan {plan} --skip {budgets_tried[0]:g} --prompt "…"'
     say(f"{plan}: {label} is recommended. Next: {following}")
 
 
