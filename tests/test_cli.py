@@ -83,6 +83,15 @@ def test_budget_again_replaces_its_entries(own_plan: Path) -> None:
     assert own_plan.read_bytes() == before
 
 
+def test_budgets_that_nobody_named_are_those_the_model_has_slots_for(own_plan: Path) -> None:
+    """As with two slots a token, of which one always runs; what is named must be met."""
+    options = ("--text", TEXT, *PASS, "--min-active", 4, "--no-correct", "--no-fidelity", "--json")
+    made = run_ace("budget", MODEL, "-p", own_plan, *options)
+    assert [t["budget"] for t in made.json["thresholds"]] == [0.1, 0.2, 0.3, 0.4, 0.5]
+    assert "above 50.0% are left out" in made.err
+    assert run_ace("budget", MODEL, "-p", own_plan, *options, "--budgets", 0.6).code == 1
+
+
 def test_paper_preset_maps_from_the_curve(own_plan: Path) -> None:
     """The paper has no correction, and the gain shapes no curve; its thresholds live beside ours and do not replace them."""
     options = ("--preset", "paper", "--budgets", "0.5", "--json")
@@ -202,6 +211,11 @@ def test_inspect_plan(plan: Path) -> None:
     assert "│ ace " in shown.out and "max" not in shown.out, "settings that are not the usual ones"
 
 
+def test_inspect_a_copy_beside_the_embedded_model(plan: Path) -> None:
+    """`demo` is a model wherever a model is named."""
+    assert run_ace("inspect", plan, "demo", "--json").json["same_routers"]
+
+
 def test_the_table_of_budgets_fits_a_terminal(plan: Path) -> None:
     """80 columns with every heading and number whole, intervals too."""
     found = {name: {"value": 0.0157, "low": 0.0132, "high": 0.0177} for name in ("kl", "agreement", "acceptance")}
@@ -259,6 +273,18 @@ def test_plan_is_tables_and_budget(plan: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
+def test_results_at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`~` behind an = reaches us as it is: a plan there is continued, and no folder of that name is made here."""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "home").mkdir()
+    for budget in (0.3, 0.5):
+        assert run_ace("plan", MODEL, "--text", TEXT, *PASS, "--budgets", budget, "--out=~/p.safetensors").code == 0
+    assert [t.budget for t in Plan.load(tmp_path / "home" / "p.safetensors").thresholds] == [0.3, 0.5]
+    assert run_ace("study", "tables", MODEL, "--text", TEXT, *PASS, "--out=~/tables.json").code == 0
+    assert sorted(p.name for p in tmp_path.rglob("*")) == ["home", "p.safetensors", "tables.json"]
+
+
 def test_run_beside(plan: Path) -> None:
     """The unskipped text is the stock model's; at budget 0 both are the same, at 50 % they differ and are marked."""
     options = ("--prompt", prompt(40), "--max-new-tokens", 24, "--beside")
@@ -289,9 +315,11 @@ def test_run_makes_its_own_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         ask = ("run", MODEL, "--prompt", "The city", "--max-new-tokens", 2, "--json")
         first, second = run_ace(*ask), run_ace(*ask)
         mended = run_ace(*ask, "--policy", "share:compensate=mean", "--dtype", "float32")
+        aligned = [run_ace(*ask, "--policy", "share:gain=aligned", "--skip", skip) for skip in (0.3, 0.35)]
     assert first.json["requested"] == 0.3 and second.json["text"] == first.json["text"]
     assert "mapping 30%" in first.err and "mapping" not in second.err
     assert mended.json["realised"] > 0, "what vLLM cannot serve runs here"
+    assert all(ran.json["realised"] > 0 for ran in aligned), "no curve answers for a budget without statistics"
 
 
 def test_chat_with_live_budgets(plan: Path) -> None:
@@ -303,6 +331,13 @@ def test_chat_with_live_budgets(plan: Path) -> None:
     ratios = [float(r) for r in re.findall(r"a second; ([\d.]+)% of slots skipped", ran.err)]
     assert len(ratios) == 2 and ratios[0] == 0 and 35 < ratios[1] < 65
     assert all(said in ran.err for said in ("cannot be met", "'half' is no number", "slots not run", "/quit"))
+
+
+def test_chat_goes_on_behind_a_line_that_is_no_text(plan: Path) -> None:
+    lines = io.TextIOWrapper(io.BytesIO(b"caf\xe9\nThe city\n"), encoding="utf-8")
+    with patch.object(sys, "stdin", lines):
+        ran = run_ace("chat", MODEL, "-p", plan, "--skip", 0, "--max-new-tokens", 2)
+    assert ran.code == 0 and "no Unicode text" in ran.err and ran.err.count("of slots skipped") == 2
 
 
 def test_chat_template_is_used_where_there_is_one(plan: Path, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from ace_moe.cli.common import made_of
 from ace_moe.demo import MODEL, TEXT
 from ace_moe.files import file_hash
 from ace_moe.plan import Plan
@@ -90,6 +91,23 @@ def test_plans_say_which_commands_made_them(tmp_path: Path) -> None:
     for record in made:
         complete(record)
     assert made[1]["inputs"] == {TEXT.name: file_hash(TEXT)} and str(tmp_path) not in made[1]["command"]
+
+
+def test_commands_do_not_say_what_a_model_was_asked() -> None:
+    """`ace run` without a plan makes one, which may be published."""
+    for given in (["--prompt", "my --prompt secret"], ["--prompt=my secret"]):
+        assert "secret" not in (said := command(["ace", "run", "demo", *given, "--skip", "0.3"]))
+        assert said.startswith("ace run demo --prompt") and said.endswith("TEXT --skip 0.3")
+
+
+def test_files_of_one_name_are_all_inputs(tmp_path: Path) -> None:
+    """Texts of two folders, results of two runs: the second did not take the first one's place."""
+    paths = [tmp_path / folder / "a.txt" for folder in "xyz"]
+    for path in paths:
+        path.parent.mkdir()
+        path.write_text(path.parent.name)
+    names = ("a.txt", "a.txt (2)", "a.txt (3)")
+    assert made_of(paths[0], None, *paths[1:]) == dict(zip(names, map(file_hash, paths), strict=True))
 
 
 def test_perplexity_says_what_made_it(tmp_path: Path) -> None:

@@ -7,7 +7,8 @@ import hashlib
 import os
 import stat
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -34,6 +35,17 @@ def file_hash(path: str | Path) -> str:
         while piece := file.read(1 << 20):
             digest.update(piece)
     return digest.hexdigest()
+
+
+def hashes(paths: Iterable[str | Path]) -> dict[str, str]:
+    """By name; where several files have one, by name and number."""
+    found: dict[str, str] = {}
+    times: Counter[str] = Counter()
+    for path in paths:
+        name = Path(path).name
+        times[name] += 1
+        found[name if times[name] == 1 else f"{name} ({times[name]})"] = file_hash(path)
+    return found
 
 
 def cache_folder() -> Path:

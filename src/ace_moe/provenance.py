@@ -9,7 +9,7 @@ import platform
 import shlex
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import Any
 
 from .version import __version__
 
-UNKNOWN = "unknown"
+UNKNOWN, PROMPT = "unknown", "--prompt"
 LIBRARIES = ("torch", "transformers", "safetensors", "triton", "vllm", "lm_eval", "evalscope")
 FIELDS = ("command", "version", "commit", "changed", "device", "libraries", "date", "inputs")
 Record = dict[str, Any]
@@ -38,9 +38,17 @@ def provenance(
 
 
 def command(argv: Sequence[str]) -> str:
-    """As it was typed, with base names of files: where they lay is nobody's business."""
+    """As it was typed, but for what is nobody's business: base names of files, and no prompt, which a plan would publish."""
     name = Path(argv[0]).name
-    return shlex.join(["ace" if name == "__main__.py" else name, *(_short(part) for part in argv[1:])])
+    return shlex.join(["ace" if name == "__main__.py" else name, *map(_short, _without_prompt(argv[1:]))])
+
+
+def _without_prompt(parts: Sequence[str]) -> Iterator[str]:
+    follows = False
+    for part in parts:
+        given = part.startswith(f"{PROMPT}=")
+        yield "TEXT" if follows else f"{PROMPT}=TEXT" if given else part
+        follows = part == PROMPT
 
 
 def _short(part: str) -> str:

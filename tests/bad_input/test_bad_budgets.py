@@ -9,8 +9,9 @@ import pytest
 from bad_input_cases import TOP_K, Refuse, budget_arguments, run_arguments
 
 from ace_moe import ACE, build_plan
-from ace_moe.errors import BudgetError
-from ace_moe.runtime.settings import check_budget
+from ace_moe.errors import BudgetError, PolicyError
+from ace_moe.plan import Plan
+from ace_moe.runtime.settings import check_budget, policy_for
 
 
 @pytest.mark.parametrize("value", ["1", "1.5", "-1", "-0.001", "nan", "inf", "1e999"])
@@ -78,6 +79,12 @@ def test_setting(
 ) -> None:
     """Each names the setting and what it may be."""
     refuse(*run_arguments(originals / "single", plan), *options, says=says)
+
+
+def test_a_wrong_setting_is_not_the_plans(plan: Path) -> None:
+    """A plan chooses the policy where none is named; what was typed beside it is no mistake of the plan."""
+    with pytest.raises(PolicyError, match=r"^gain must be one of"):
+        policy_for(Plan.load(plan), gain="nonsense")
 
 
 def test_skip_before_any_threshold_is_mapped(originals: Path, tmp_path: Path, refuse: Refuse) -> None:

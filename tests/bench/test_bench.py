@@ -16,7 +16,7 @@ from ace_moe.bench.tokens import random_tokens
 from ace_moe.cli import app
 from ace_moe.cli.bench_table import chart, latency_table
 from ace_moe.demo import MODEL, TEXT
-from ace_moe.errors import AceError, DeviceError, StructureError
+from ace_moe.errors import AceError, DeviceError, OptionError, StructureError
 from ace_moe.integrations.transformers import attached_to
 from ace_moe.loading import load_model, load_tokenizer
 from ace_moe.planning import map_budgets
@@ -268,6 +268,12 @@ def test_memory_grows_with_what_is_timed():
     assert memory.run_bytes(config, (1024, 4)) == 4 * one
     assert one >= 1024 * 6 * 2 * 8 * 256 * 2, "keys and values alone"
     assert 0 < memory.free_bytes("cpu") < 1 << 62
+
+
+@pytest.mark.parametrize("path", ["", "ace", "foo", "generate:foo"])
+def test_stock_experts_that_are_none_are_refused(path):
+    with pytest.raises(OptionError, match="batched_mm, deepgemm, eager, grouped_mm"):
+        run.check_stock(["grouped_mm", "generate:eager", path])
 
 
 def test_an_unknown_shape_is_refused():

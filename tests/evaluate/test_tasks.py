@@ -249,6 +249,16 @@ def test_results_of_tasks(tmp_path: Path) -> None:
     assert again["cells"][:2] == found["cells"]
 
 
+def test_the_unskipped_model_may_come_in_a_later_run(tmp_path: Path) -> None:
+    """What was asked before it is compared with it all the same."""
+    path, harness = tmp_path / "eval.json", MadeUp()
+    for skips in ([0.1], [0.0]):
+        found = evaluate(harness, ["piqa"], skips, {}, 100, path, {"limit": 100}, {})  # type: ignore[arg-type]
+    skipped, dense = found["cells"]
+    assert (skipped["change"]["value"], dense["change"]) == (-0.25, None)
+    assert json.loads(path.read_text()) == found
+
+
 def test_questions_of_one_task_are_not_mixed(tmp_path: Path) -> None:
     """Another task may join the file; other questions under one name may not, and each cell knows its run."""
     path, harness, rows = tmp_path / "eval.json", MadeUp(), {"piqa": [{"goal": "a"}]}

@@ -5,7 +5,7 @@ import torch
 
 from ace_moe import ACE
 from ace_moe.errors import BudgetError
-from ace_moe.planning import least_reading, most_within
+from ace_moe.planning import bounds, least_reading, map_budgets, most_within
 from ace_moe.planning.passes import judge
 from ace_moe.policies import make
 from ace_moe.text import windows_of
@@ -24,6 +24,16 @@ def test_the_bound_on_kl_is_kept_and_used(demo_model, demo_plan, windows):
     taus = [plan.answer(policy.settings, b).threshold for b in (found, found + 0.01)]
     within, beyond = (f["kl"]["value"] for f in judge(demo_model, plan, policy, windows, taus))
     assert within <= bound < beyond
+
+
+def test_the_threshold_that_was_judged_is_the_one_that_is_kept(demo_model, demo_plan, windows, monkeypatch):
+    """Also where the plan has corrected thresholds of this text, between which others would lie."""
+    policy, judged = make("share"), []
+    had = map_budgets(demo_model, demo_plan, policy, windows, [0.3, 0.5]).plan
+    monkeypatch.setattr(bounds, "judge", lambda *given: judged.extend(given[4]) or judge(*given))
+    found, plan = most_within(demo_model, had, policy, windows, 0.1)
+    kept = map_budgets(demo_model, plan, policy, windows, [found], correct=False).entries
+    assert kept[0].threshold in judged
 
 
 def test_nothing_may_be_skipped(demo_model, demo_plan, windows):

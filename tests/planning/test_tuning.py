@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -83,6 +87,19 @@ def test_the_recommendation_is_what_auto_runs(ran: dict[str, Any]) -> None:
     served = Settings.from_dict({"plan": str(ran["path"]), "skip": 0.5}).open(MODEL)[1]
     assert served.settings == found["served"] and "compensate" not in served.params
     assert plan.made[-1]["inputs"].keys() == {TEXT.name}
+
+
+def test_columns_are_the_budgets_in_the_order_they_were_measured_in(tmp_path: Path, ran: dict[str, Any]) -> None:
+    """Not in the order they were typed in."""
+    plan = build_plan(MODEL).save(tmp_path / "plan.safetensors")
+    told = {**ran["said"], "budgets": [0.3, 0.5]}
+    row = {"label": "share", "windows": 2, "kl": [0.0321, 0.0654], "perplexity_change": [0.01, 0.02]}
+    found = SimpleNamespace(recommendation=told, tried=[row])
+    options = ("--tokens", 256, "--window", 64, "--budgets", "0.5,0,0.3")
+    with patch("ace_moe.planning.tune", return_value=found):
+        said = run_ace("tune", MODEL, "-p", plan, "--text", TEXT, *options).out
+    heading = next(line for line in said.splitlines() if "candidate" in line and "windows" in line)
+    assert re.findall(r"\d+%", heading) == ["30%", "50%"] and "--skip 0.3" in " ".join(said.split())
 
 
 def test_what_is_chosen_is_no_worse_than_the_gate_share_where_it_was_not_chosen(ran: dict[str, Any]) -> None:

@@ -86,6 +86,14 @@ def test_what_is_missing_is_said_before_and_after(tmp_path: Path) -> None:
     assert run_ace("reproduce", MODEL, *SMALL, "--table", "other").code == 1
 
 
+def test_a_table_without_a_budget_that_was_asked_for_measures_nothing(tmp_path: Path) -> None:
+    """No budgets are not the default ones, which nobody asked for."""
+    found = reproduced(tmp_path, "components", "--budgets", "0.2").json
+    assert "none of this table's budgets" in found["refused"]["components: perplexity"]
+    assert not (tmp_path / "compare.json").exists()
+    check_filled(found["tables"])
+
+
 def test_methods_are_the_papers_with_its_gain() -> None:
     for method in {**METHODS, **FUSIONS}.values():
         policy = PRESETS.get(method) or make(method)

@@ -12,9 +12,10 @@ from typing import Any, Protocol
 
 import torch
 from transformers import PreTrainedModel
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from ..ace import ACE
-from ..errors import IntegrationError
+from ..errors import IntegrationError, OptionError
 from ..integrations.transformers.experts import UNRULED
 from ..plan import Plan
 from ..planning.mapping import bisect
@@ -30,6 +31,14 @@ GENERATE = "generate:"
 JUDGED = ("kl", "agreement", "acceptance")
 REPEATS = 5
 ROUNDS, CLOSE = 16, 0.002  # of looking for the threshold that realises a ratio
+
+
+def check_stock(paths: Sequence[str]) -> None:
+    """Names of transformers' own experts, before a model is loaded."""
+    known = ["eager", *(name for name in ALL_EXPERTS_FUNCTIONS.valid_keys() if not name.startswith("ace"))]
+    for path in paths:
+        if path.removeprefix(GENERATE) not in known:
+            raise OptionError(f"There are no stock experts {path!r}. --stock takes: {', '.join(sorted(known))}.")
 
 
 @dataclass(frozen=True)

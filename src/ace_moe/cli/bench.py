@@ -48,13 +48,13 @@ def bench(
     tokens: Annotated[int, option("With --text: tokens of it to use.")] = 16384,
     window: Annotated[int, option("With --text: tokens in a window.")] = 1024,
     output: Annotated[Path | None, option("The results, written after each row.", "--out", "-o")] = None,
-    chart: Annotated[Path | None, option("Also draw the rows into this picture.")] = None,
+    chart: Annotated[Path | None, option("Also draw the rows into this picture.", callback=opt.home)] = None,
     device: opt.Device = None,
     as_json: opt.AsJson = False,
 ) -> None:
     """Time to first token and per output token, stock and skipped, in one run."""
     from ..bench.routers import shape_routers
-    from ..bench.run import Bench, read_rate, result
+    from ..bench.run import Bench, check_stock, read_rate, result
     from ..loading import load_tokenizer, load_windows
     from ..plan import Plan
     from ..provenance import provenance
@@ -66,6 +66,7 @@ def bench(
     prompts, batches = _grid(rows, prefill, decode)
     ratios, paths = parse_budgets(skip), stock.split(",")
     _check(model, shape, layers, routing, union, text)
+    check_stock(paths)
     if chart is not None:
         check_chart(chart)
     if text is not None:

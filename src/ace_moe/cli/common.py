@@ -194,6 +194,17 @@ def _fraction(value: float) -> float:
     return value
 
 
+def reachable(text: str, usual: str, top_k: int, min_active: int = 1) -> list[float]:
+    """Budgets as typed, each checked; of the usual ones, which nobody typed, those that the model has slots for."""
+    from ..runtime.settings import check_budget, most
+
+    wanted, limit = parse_budgets(text), most(top_k, min_active)
+    if text == usual and 0 < limit < max(wanted):
+        note(f"budgets above {limit:.1%} are left out: a token has {top_k} slots here and keeps {min_active}")
+        wanted = [b for b in wanted if b <= limit]
+    return [check_budget(b, top_k, min_active) for b in wanted]
+
+
 def check_texts(texts: Iterable[Path], window: int, tokens: int | None, batch: int = 1) -> None:
     """What cannot serve is reported before gigabytes are loaded."""
     from ..text import check_sizes, read_text
@@ -205,9 +216,9 @@ def check_texts(texts: Iterable[Path], window: int, tokens: int | None, batch: i
 
 def made_of(*files: Path | None) -> dict[str, str]:
     """The hashes of what went in, by name."""
-    from ..files import file_hash
+    from ..files import hashes
 
-    return {path.name: file_hash(path) for path in files if path is not None}
+    return hashes(path for path in files if path is not None)
 
 
 def print_json(value: Any) -> None:

@@ -14,10 +14,11 @@ from ..errors import BudgetError, OptionError
 from ..files import replace_whole
 from . import options as opt
 from . import show_results
-from .common import HELP, app, check_texts, made_of, note, out, parse_budgets, print_json, say
+from .common import HELP, app, check_texts, made_of, note, out, parse_budgets, print_json, reachable, say
 from .groups import Deciding, Loading, command
 from .options import option
 from .outputs import check_output
+from .plans import EVERY
 
 if TYPE_CHECKING:
     from ..evaluate.subject import Subject
@@ -56,7 +57,7 @@ def compare(
     """Perplexity of every method at every budget and gain, with intervals; a killed run goes on where it was."""
     from ..evaluate.calibration import calibration_windows
     from ..evaluate.compare import compare as measure
-    from ..evaluate.grid import EVERY, FIRST, Grid, first_methods, parse_gains, parse_methods
+    from ..evaluate.grid import FIRST, Grid, first_methods, parse_gains, parse_methods
     from ..evaluate.subject import Subject
     from ..loading import load_windows
 
@@ -146,7 +147,7 @@ app.add_typer(
 def study_thresholds(
     model: opt.Model,
     text: Annotated[list[Path], option("A workload; give the option once for each.")],
-    budgets: opt.Budgets = "0.1:0.6:0.1",
+    budgets: opt.Budgets = EVERY,
     output: opt.Results = Path("thresholds.json"),
     plan: opt.Tables = None,
     policy: opt.PolicyName = "ace",
@@ -166,11 +167,12 @@ def study_thresholds(
 
     check_output(output, "results", plan, *text)
     check_texts(text, window, tokens, batch)
-    made = choose(**Deciding(policy, gain=gain).given)
+    made, used = choose(**Deciding(policy, gain=gain).given), _plan(plan, model)
+    wanted = reachable(budgets, EVERY, used.top_k, made.min_active)
     tokenizer, loaded = Loading(device).load_both(model)
     workloads = [load_windows(loaded, tokenizer, path, window, tokens) for path in text]
-    subject = Subject(loaded, _plan(plan, model), workloads[0], batch)
-    setup = thresholds.Study(subject, made, tuple(parse_budgets(budgets)), measured)
+    subject = Subject(loaded, used, workloads[0], batch)
+    setup = thresholds.Study(subject, made, tuple(wanted), measured)
     found = thresholds.study(setup, workloads, output, _facts(subject, model, *text, plan))
     if as_json:
         return print_json({"out": str(output), **{k: found[k] for k in ("workloads", "transfers", "cost")}})

@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 @app.command(epilog="Examples: ace inspect Qwen/Qwen3-30B-A3B, ace inspect plan.safetensors, ace inspect COPY ORIGINAL")
 def inspect(
     target: Annotated[str, typer.Argument(help="A model or a plan file.", metavar="MODEL|PLAN", callback=opt.embedded)],
-    other: Annotated[str | None, typer.Argument(help="Another, such as its original.", metavar="OTHER")] = None,
+    other: Annotated[
+        str | None, typer.Argument(help="Another, such as its original.", metavar="OTHER", callback=opt.embedded)
+    ] = None,
     as_json: opt.AsJson = False,
 ) -> None:
     """What is in this model or this plan, what ACE can do with it, and how far it is from another."""

@@ -8,11 +8,19 @@ from typing import Annotated, Any
 
 import typer
 
+from ..files import expand
+
 EMBEDDED = str(Path(__file__).parents[1] / "demo" / "demo-moe")
 
 
 def option(meaning: str, *names: str, **more: Any) -> Any:
-    return typer.Option(*names, help=meaning, **more)
+    """With `-o` among its names it is where results go."""
+    return typer.Option(*names, help=meaning, **({"callback": home} if "-o" in names else {}), **more)
+
+
+def home(path: Path | None) -> Path | None:
+    """Shells leave the `~` of --out=~/plan.safetensors to us."""
+    return path if path is None else expand(path)
 
 
 def plan_option(meaning: str) -> Any:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from ..errors import BudgetError, OptionError
 from . import options as opt
 from . import show
-from .common import check_texts, made_of, note, out, parse_budgets, print_json, say, warn_of_loss
+from .common import check_texts, made_of, note, out, parse_budgets, print_json, reachable, say, warn_of_loss
 from .groups import Deciding, Loading, command
 from .options import option
 from .outputs import check_output
@@ -207,13 +207,13 @@ def budget(
     from ..planning import map_budgets, texts_for
     from ..planning.unfinished import Partial
     from ..provenance import provenance
-    from ..runtime.settings import check_budget, check_tables, policy_for
+    from ..runtime.settings import check_tables, policy_for
     from ..tables import TABLES
 
     read = Plan.load(plan)
     made = policy_for(read, **deciding.given)
     check_tables(read, made, set(TABLES), calibrates=True)
-    wanted = [check_budget(b, read.top_k, made.min_active) for b in parse_budgets(budgets)]
+    wanted = [] if aim.given else reachable(budgets, EVERY, read.top_k, made.min_active)
     show.check_writable(plan)
     check_texts(text or (), window, tokens, batch)
     warn_of_loss([] if budgets == EVERY else wanted, quiet)  # a whole curve is no wish

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from .. import progress
 from ..errors import AceError, OptionError
-from ..files import expand, write_whole
+from ..files import write_whole
 from . import options as opt
 from . import show
 from .common import app, check_texts, note, out, parse_budgets, print_json, say
@@ -58,7 +58,6 @@ def reproduce(
 
     check_texts((text, *(workload or ())), window, tokens, batch)
     show.check_folder(folder)
-    folder = expand(folder)
     where = Setup(
         model, called(model), folder, text, tuple(workload or ()), data, tasks, harness, limit, run_code, tokens, window,
         batch, device, tuple(parse_budgets(budgets)),

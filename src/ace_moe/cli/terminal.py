@@ -33,6 +33,8 @@ def speak_plainly() -> None:
         reconfigure = getattr(stream, "reconfigure", None)
         if reconfigure is not None and getattr(stream, "errors", None) in ("strict", "backslashreplace"):
             reconfigure(errors=HANDLER)
+    if getattr(sys.stdin, "errors", None) == "strict":  # a text that is not Unicode is refused in words of ours
+        sys.stdin.reconfigure(errors="surrogateescape")  # type: ignore[union-attr]
 
 
 def hand_over() -> None:

@@ -10,13 +10,14 @@ from rich.table import Table
 
 from . import options as opt
 from . import show
-from .common import check_texts, made_of, note, out, parse_budgets, print_json, say
+from .common import check_texts, made_of, note, out, print_json, reachable, say
 from .groups import Loading, command
 from .options import option
 
 if TYPE_CHECKING:
     from ..plan import Plan
 
+USUAL = "0.4:0.6:0.1"  # budgets
 SHOWN = 12  # candidates of a table
 TEXT = "Unlabelled text of the kind the model will serve. Default: the model writes its own."
 MEAN = "Also try the mean of skipped experts, which vLLM does not run: it then gets the next best."
@@ -29,7 +30,7 @@ def tune(
     plan: opt.PlanPath,
     loading: Loading,
     text: Annotated[Path | None, option(TEXT)] = None,
-    budgets: Annotated[str, option("Fractions to skip that count: 0.5, 0.4,0.6 or from:to:step.")] = "0.4:0.6:0.1",
+    budgets: Annotated[str, option("Fractions to skip that count: 0.5, 0.4,0.6 or from:to:step.")] = USUAL,
     window: opt.Window = 1024,
     tokens: Annotated[int, option("Tokens of the text to use; a quarter is held out.")] = 16384,
     mean: Annotated[bool, option(MEAN)] = True,
@@ -46,10 +47,9 @@ def tune(
     from ..planning import text_for
     from ..planning import tune as search
     from ..provenance import provenance
-    from ..runtime.settings import check_budget
 
     read = Plan.load(plan)
-    wanted = [check_budget(b, read.top_k) for b in parse_budgets(budgets)]
+    wanted = reachable(budgets, USUAL, read.top_k)
     show.check_writable(plan)
     check_texts(filter(None, [text]), window, tokens)
     loaded = loading.load(model)
@@ -63,11 +63,12 @@ def tune(
     found = search(loaded, had, windows, wanted, path=plan, mean=mean, aligned=aligned, save=save)
     if as_json:
         return print_json({"plan": str(plan), **found.recommendation, "tried": found.tried})
-    out.print(_tried(found.tried, wanted))
+    budgets_tried = found.recommendation["budgets"]  # in order, and without 0, however they were typed
+    out.print(_tried(found.tried, budgets_tried))
     out.print(_evidence(found.recommendation))
     _warn(found.recommendation)
     label = found.recommendation["evidence"]["choice"]["label"]
-    following = f'ace run {opt.as_typed(model)} --plan {plan} --skip {wanted[0]:g} --prompt "…"'
+    following = f'ace run {opt.as_typed(model)} --plan {plan} --skip {budgets_tried[0]:g} --prompt "…"'
     say(f"{plan}: {label} is recommended. Next: {following}")
 
 

@@ -16,7 +16,6 @@ from ..rule import GAINS
 
 CITED = "cited"  # each method with the gain of its own paper
 FIRST = ("fixed", "share", "share:squared=true", "top_p:squared=true", "ace", "paper")  # where none are named
-EVERY = "0.1:0.6:0.1"  # budgets, likewise
 SMALLEST_STEP = 0.2  # under it one slot of a token is all there is to skip
 
 

@@ -242,8 +242,9 @@ def evaluate(
                 if find_cell(results, task, skip) is None:
                     harness.set_skip(skip)
                     metric, questions = harness.ask(task, rows.get(task), limit)
-                    cell = _cell(results, task, skip, metric, questions)
+                    cell = _cell(task, skip, metric, questions)
                     results["cells"].append(cell | {"realised": harness.realised, "run": number})
+                    _compare(results)
                     write_json(path, results)
                 bar.advance()
     return results
@@ -284,9 +285,15 @@ def find_cell(results: Results, task: str, skip: float) -> Results | None:
     return next((c for c in results["cells"] if (c["task"], c["skip"]) == (task, skip)), None)
 
 
-def _cell(results: Results, task: str, skip: float, metric: str, questions: list[float]) -> Results:
+def _cell(task: str, skip: float, metric: str, questions: list[float]) -> Results:
     interval = mean_interval(questions)
-    dense = find_cell(results, task, 0.0)
-    change = asdict(mean_difference(questions, dense["questions"])) if dense and skip else None
-    scored = {"value": interval.value, "interval": [interval.low, interval.high], "change": change}
+    scored = {"value": interval.value, "interval": [interval.low, interval.high], "change": None}
     return {"task": task, "skip": skip, "metric": metric, **scored, "questions": questions}
+
+
+def _compare(results: Results) -> None:
+    """Every budget with the unskipped model, also where that was asked in a later run."""
+    for cell in results["cells"]:
+        dense = find_cell(results, cell["task"], 0.0)
+        if dense and cell["skip"] and cell["change"] is None:
+            cell["change"] = asdict(mean_difference(cell["questions"], dense["questions"]))

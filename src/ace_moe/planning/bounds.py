@@ -33,11 +33,12 @@ def most_within(
     if policy.mapping != "quantile":
         raise BudgetError(f"A bound on KL needs a policy with a curve of thresholds; {policy.key!r} is searched for.")
     plan = map_budgets(model, plan, policy, windows, [], batch=batch).plan
-    limit, name = _limit(plan, policy, windows), labels(plan.workloads)[windows.workload.sha256]
+    curve, limit = plan.curve(policy.settings, windows.workload.sha256), _limit(plan, policy, windows)
+    assert curve is not None
 
     def last_within(budgets: Sequence[float], otherwise: float) -> float:
         """The last of rising budgets before the first that is not within the bound."""
-        taus = [plan.answer(policy.settings, budget, workload=name).threshold for budget in budgets]
+        taus = [curve.threshold(budget) for budget in budgets]  # as they are mapped, whatever was measured before
         for budget, fidelity in zip(budgets, judge(model, plan, policy, windows, taus, batch), strict=True):
             if fidelity["kl"]["value"] > kl:
                 break

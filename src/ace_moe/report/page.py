@@ -12,7 +12,7 @@ from typing import Any
 from ..errors import ResultError
 from ..evaluate.advice import advise
 from ..evaluate.compare import against
-from ..files import file_hash, write_whole
+from ..files import hashes, write_whole
 from ..provenance import Record, provenance
 from ..provenance import read as known
 from .results import BENCH, COMPARE, EVAL, KINDS, SIMULATE, THRESHOLDS, Results, read
@@ -31,7 +31,7 @@ def write_page(paths: Sequence[Path], output: Path, rival: str | None = None, ti
     for path in paths:
         kind, results = read(path)
         found[kind].append(results)
-    record = provenance(inputs={path.name: file_hash(path) for path in paths})
+    record = provenance(inputs=hashes(paths))
     write_whole(output, page(found, rival, title, record).encode(), "The page")
 
 

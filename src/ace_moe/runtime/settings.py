@@ -51,11 +51,12 @@ def _made(known: Mapping[str, Any], settings: Mapping[str, Any]) -> Policy:
         )
     try:
         common = {key: known[key] for key in COMMON if key in known}
-        return make(name, **{**dict(known.get("params", {})), **common, **settings})
+        own = make(name, **{**dict(known.get("params", {})), **common})
     except (PolicyError, TypeError, ValueError) as error:
         raise PlanError(
             f"The plan's own choice cannot be used: {error} Name the policy you want (--policy), or run `ace tune` again."
         ) from error
+    return make(own, **settings)
 
 
 def _recommended(plan: Plan, served: bool, workload: str | None) -> Mapping[str, Any] | None:
@@ -145,13 +146,18 @@ def check_budget(budget: object, top_k: int, min_active: int = 1) -> float:
         raise BudgetError(
             f"A budget is a fraction from 0 to less than 1 of the routed slots, such as 0.5; not {budget!r}."
         )
-    limit = max(0, top_k - min_active) / top_k
+    limit = most(top_k, min_active)
     if value > limit:
         raise BudgetError(
             f"A budget of {value:.1%} cannot be met: with {top_k} slots a token and {min_active} always kept, at most "
             f"{limit:.1%} can be skipped. Lower the budget or min_active."
         )
     return value
+
+
+def most(top_k: int, min_active: int = 1) -> float:
+    """The largest budget there can be."""
+    return max(0, top_k - min_active) / top_k
 
 
 def check_threshold(threshold: object) -> Tensor:

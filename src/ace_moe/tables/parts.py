@@ -41,11 +41,12 @@ class Part:
 
 
 def checkpoint_name(moe: MoEModel) -> str:
-    """Which checkpoint parts are of: its structure, every tensor's name, dtype and shape, and the commit it was read at."""
+    """Which checkpoint parts are of: its structure, every tensor's name, dtype and shape, and its router rows, or the commit
+    where it is streamed: reading rows would fetch every shard."""
     source = moe.source
     headers = {k: str(header) for k, header in source.headers.items()} if isinstance(source, CheckpointSource) else {}
-    commit = source.repository.commit if isinstance(source, StreamedSource) else ""
-    facts = json.dumps([moe.structure(), sorted(headers.items()), commit], sort_keys=True)
+    content = source.repository.commit if isinstance(source, StreamedSource) else moe.content()
+    facts = json.dumps([moe.structure(), sorted(headers.items()), content], sort_keys=True)
     return hashlib.sha256(facts.encode()).hexdigest()
 
 
