@@ -98,7 +98,7 @@ def simulate(
     batch: Annotated[str, option("Sequences of a decode step.")] = "1,8,32",
     bench: Annotated[Path | None, option("Times of ace bench: what a step would take there.")] = None,
     ranks: Annotated[int | None, option("Experts over so many ranks, in contiguous blocks.", min=1)] = None,
-    seed: Annotated[int, option("Of the steps that are drawn.")] = 0,
+    seed: Annotated[int, option("Of the steps that are drawn.", min=0, max=2**63 - 1)] = 0,
     output: Annotated[Path | None, option("The results, for ace report.", "--out", "-o")] = None,
     as_json: opt.AsJson = False,
 ) -> None:
