@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
+
 
 def plain_masks() -> None:
     """Triton 3.9's takes no mask whose numbers are not bool, which a comparison of scalars gives it."""
@@ -15,7 +19,9 @@ def _bool(builder: type, name: str, place: int) -> None:
     stock = getattr(builder, name)
 
     def patched(self: object, *args: object, **kwargs: object) -> object:
-        args[place].data = args[place].data.astype(bool)  # type: ignore[attr-defined]
+        mask: Any = args[place]
+        if not isinstance(mask, np.ndarray):  # a descriptor's is one, of bool
+            mask.data = mask.data.astype(bool)
         return stock(self, *args, **kwargs)
 
     setattr(builder, name, patched)
