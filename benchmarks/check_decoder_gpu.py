@@ -181,7 +181,7 @@ def main() -> None:
                 f"{family:16} {size:7} {found.dtype:9} {batch:5} {threshold:5} {numbers} {found.forgotten:10} {verdict}",
                 flush=True,
             )
-    store(given.out, made_here(torch=torch.__version__, rows=rows))
+            store(given.out, made_here(torch=torch.__version__, rows=rows))
     raise SystemExit(any(row["missed"] for row in rows))
 
 

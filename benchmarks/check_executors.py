@@ -37,7 +37,7 @@ GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False,
 MODELS: dict[str, tuple[str, str, dict[str, Any], int, dict[str, Any] | None, tuple[str, ...]]] = {
     "fp8": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM", QWEN3_30B, 12, FP8, ("auto",)),
     "mxfp4": ("GptOssConfig", "GptOssForCausalLM", GPT_OSS_20B, 16, MXFP4, ("auto", "stock routing")),
-    "w4a16": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM", QWEN3_30B, 48, GPTQ, ("native",)),
+    "w4a16": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM", QWEN3_30B, 32, GPTQ, ("auto",)),
     "gemma-4": ("Gemma4TextConfig", "Gemma4ForCausalLM", GEMMA4_26B, 26, None, ("auto",)),
     "qwen3.6": ("Qwen3_5MoeTextConfig", "Qwen3_5MoeForCausalLM", QWEN36_35B, 28, None, ("auto",)),
 }
@@ -124,18 +124,21 @@ def show(model: str, row: dict[str, Any]) -> None:
         )
 
 
-def check(model: str, engines: dict[str, Version], options: argparse.Namespace) -> dict[str, Any]:
+def check(model: str, engines: dict[str, Version], options: argparse.Namespace, results: dict[str, Any]) -> None:
+    """Into the results, stored after each row: an engine that ends takes no row along."""
     facts = {way: engine.facts() for way, engine in engines.items()}
     for way, found in facts.items():
         print(f"{model:>8} {way}: {json.dumps(found, ensure_ascii=False)}", flush=True)
-    rows = []
+    results[model] = {"layers": options.layers or MODELS[model][3], "executors": facts, "poison": {}, "rows": []}
     for size in to_time(options):
-        rows.append(measure(engines, size, options.ratio))
-        show(model, rows[-1])
-    poisoned = {way: engine.poison() for way, engine in engines.items() if way != "vLLM"}
-    for way, found in poisoned.items():
-        print(f"{model:>8} {way} poisoned: {json.dumps(found)}", flush=True)
-    return {"executors": facts, "poison": poisoned, "rows": rows}
+        results[model]["rows"].append(measure(engines, size, options.ratio))
+        show(model, results[model]["rows"][-1])
+        store(options.out, results)
+    for way in engines:
+        if way != "vLLM":
+            results[model]["poison"][way] = poisoned = engines[way].poison()
+            print(f"{model:>8} {way} poisoned: {json.dumps(poisoned)}", flush=True)
+    store(options.out, results)
 
 
 def launch(options: argparse.Namespace) -> dict[str, dict[str, Version]]:
@@ -177,8 +180,7 @@ def main() -> None:
     }  # one that starts would slow the others
     for model, engines in started.items():
         if ready[model]:
-            results[model] = {"layers": options.layers or MODELS[model][3], **check(model, engines, options)}
-            store(options.out, results)
+            check(model, engines, options, results)
         for engine in engines.values():
             engine.end()
 

@@ -54,14 +54,15 @@ def test_each_token_by_its_own_row(name, tokens):
 
 
 def test_neighbours_change_nothing():
-    """A token among others gets what it gets alone."""
+    """A token among others gets what it gets alone; a GPU's larger programs add its gates up in another order."""
     form, setting = FORMS["two tables max"], Setting(min_mass=0.4)
     ids, gates, rows, tau = batch(11, seed=3)
     together = launch_rule(form, setting, ids, gates, rows, tau, TABLES, -1)
     one_by_one = zip(ids.split(1), gates.split(1), rows.split(1), strict=True)
     alone = [launch_rule(form, setting, *token, tau, TABLES, -1) for token in one_by_one]
-    for whole, parts in zip(together[:2], zip(*alone, strict=True), strict=False):
-        assert torch.equal(whole, torch.cat(parts))
+    alone_ids, alone_gates = (torch.cat(parts) for parts in list(zip(*alone, strict=True))[:2])
+    assert torch.equal(together[0], alone_ids)
+    torch.testing.assert_close(together[1], alone_gates, rtol=1e-6 if DEVICE == "cuda" else 0, atol=0)
     assert torch.equal(together[2], sum(counts for _, _, counts in alone))
 
 

@@ -124,7 +124,8 @@ def _many(x: Tensor, ids: Tensor, gates: Tensor, weights: Weights, mean: Tensor 
     h = torch.empty(slots, m, dtype=x.dtype, device=x.device)
     parts = torch.empty(slots, d, dtype=x.dtype, device=x.device)
     y = torch.empty(tokens, d, dtype=x.dtype, device=x.device)
-    bulk = (BULK if BULK is not None else large) and weights.w_in.device == x.device
+    beside = weights.near is None and weights.w_in.device == x.device  # a descriptor knows one place
+    bulk = (BULK if BULK is not None else large) and beside
     desc_in, desc_out = (
         _bulk(weights, w, shape) if bulk else None
         for w, shape in ((weights.w_in, (tiles.bn_up, tiles.bk_up)), (weights.w_out, (tiles.bn_down, tiles.bk_down)))

@@ -66,7 +66,7 @@ TABLE: dict[str, Mode] = {
     "TritonExperts, blocks": Mode(RUN, tried=True, aware=True),
     "TritonExperts, quantised": Mode("its alignment drops −1", aware=True, unless=_whole_tensor),
     "MarlinExperts": Mode(RUN, tried=True, aware=True),
-    "HummingIndexedExperts": Mode("its alignment drops −1 and its sum passes over it"),
+    "HummingIndexedExperts": Mode(RUN, tried=True),
     "HummingGroupedExperts": Mode(PERMUTED, past=True),
     "OAITritonExperts": BIT_MATRIX._replace(evidence=RUN, tried=True),
     "UnfusedOAITritonExperts": BIT_MATRIX,
