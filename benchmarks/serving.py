@@ -26,6 +26,7 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 
 import torch
 from running import engine_options, made_here, parser, store
+from together import generate
 
 from ace_moe.bench.shapes import QWEN3_30B
 from ace_moe.cli.serving import parse_kernels
@@ -154,20 +155,6 @@ def start(
 
 
 # ---- measuring --------------------------------------------------------------------------------------------------
-
-
-def generate(llm: Any, batch: int, prompt: int, tokens: int, seed: int, vocabulary: int) -> tuple[float, float]:
-    """(seconds until all requests had their first token, seconds per further token)."""
-    from vllm import SamplingParams, TokensPrompt
-
-    generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(10, vocabulary, (batch, prompt), generator=generator).tolist()
-    params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
-    began = time.perf_counter()
-    outs = llm.generate([TokensPrompt(prompt_token_ids=p) for p in ids], params, use_tqdm=False)
-    wall = time.perf_counter() - began
-    first, last = (max(getattr(o.metrics, name) for o in outs) for name in ("first_token_ts", "last_token_ts"))
-    return (wall, 0.0) if tokens == 1 else (wall, (last - first) / (tokens - 1))
 
 
 def ratios(llm: Any) -> dict[str, float]:

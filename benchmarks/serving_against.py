@@ -21,6 +21,7 @@ sys.path.append(str(Path(__file__).parent))  # behind the version's own
 
 from running import engine_options, made_here, parser, settled, store
 from steps import on_device
+from together import generate
 from versions import HERE, Version, serve
 
 ROUNDS = 7
@@ -55,8 +56,8 @@ def timed(llm: Any, tau: float | None, batch: int, prompt: int, tokens: int, see
         llm.collective_rpc("ace_set", kwargs={"threshold": tau})
         llm.collective_rpc("ace_reset")
     if tokens == 1:  # the first prompt behind a request to the workers waits for a host that has slept
-        serving.generate(llm, batch, prompt, tokens, seed + 1000, vocabulary)
-    (wall, step), launched = on_device(llm, lambda: serving.generate(llm, batch, prompt, tokens, seed, vocabulary))
+        generate(llm, batch, prompt, tokens, seed + 1000, vocabulary)
+    (wall, step), launched = on_device(llm, lambda: generate(llm, batch, prompt, tokens, seed, vocabulary))
     realised = 0.0 if tau is None else serving.ratios(llm)[serving.phase_of(tokens)]
     alone = sum(launched["passes"]) if tokens == 1 else sum(launched["replays"]) / (tokens - 1)
     return [1e3 * (wall if tokens == 1 else step), realised, alone]

@@ -138,6 +138,14 @@ def test_what_was_only_read_is_used_where_it_is_asked_for() -> None:
         chosen(experts("SomethingNew"), executor="native")
 
 
+@pytest.mark.parametrize("tokens", [FP8, BLOCKS])
+def test_humming_was_tried_with_tokens_as_they_are(tokens: dict[str, Any]) -> None:
+    """Which is what four bits run in; with tokens that it quantises it was only read."""
+    assert str(chosen(experts("HummingIndexedExperts"))[0]) == "native"
+    found, *_ = chosen(experts("HummingIndexedExperts", kernel_settings=tokens))
+    assert str(found) == "redirect" and "not tried on a GPU" in found.refused["native"]
+
+
 @pytest.mark.parametrize(
     ("kernel", "more", "way"),
     [

@@ -60,13 +60,17 @@ class Mode(NamedTuple):
 COUNTS = Mode("sees numbers of tokens, not ids")
 PERMUTED = "sorts ids, and its sum stops at the last expert's rows"
 BIT_MATRIX = Mode("its bit matrix has no bit for −1, and its sum passes over it", distinct=True, unless=_other_release)
+IGNORED = Mode("its alignment drops −1 and its sum passes over it")
 RUN = "run on an H200 with poisoned experts"
+# by class, and where tokens are quantised, by how
 TABLE: dict[str, Mode] = {
     "TritonExperts": Mode("run on an H200, and in Triton's interpreter with poisoned rows", tried=True, aware=True),
     "TritonExperts, blocks": Mode(RUN, tried=True, aware=True),
     "TritonExperts, quantised": Mode("its alignment drops −1", aware=True, unless=_whole_tensor),
     "MarlinExperts": Mode(RUN, tried=True, aware=True),
     "HummingIndexedExperts": Mode(RUN, tried=True),
+    "HummingIndexedExperts, quantised": IGNORED,
+    "HummingIndexedExperts, blocks": IGNORED,
     "HummingGroupedExperts": Mode(PERMUTED, past=True),
     "OAITritonExperts": BIT_MATRIX._replace(evidence=RUN, tried=True),
     "UnfusedOAITritonExperts": BIT_MATRIX,
@@ -103,9 +107,10 @@ def parts_of(kernel: Any) -> tuple[Any, ...]:
 
 def mode_of(kernel: Any) -> Mode | None:
     name = type(kernel).__name__
-    if name == "TritonExperts" and kernel.quant_dtype is not None:
-        name += ", quantised" if kernel.block_shape is None else ", blocks"
-    return TABLE.get(name)
+    if getattr(kernel, "quant_dtype", None) is None:
+        return TABLE.get(name)
+    how = "quantised" if kernel.block_shape is None else "blocks"
+    return TABLE.get(f"{name}, {how}", TABLE.get(name))
 
 
 def dispatch_reason(prepare: Any) -> str:
