@@ -22,9 +22,10 @@ from ace_moe.integrations.vllm.control import set_restore, set_skip
 from ace_moe.policies import make
 from ace_moe.traces.file import load_trace
 from ace_moe.traces.simulate import Simulation
-from serving import TINY, report, reset, set_threshold, start, write_model, write_plan
+from serving import SIZES, TINY, report, reset, set_threshold, start, write_model, write_plan
 
 LENGTHS, NEW, CHUNK = (5, 33, 65, 17, 129, 48, 21, 9, 70), 12, 64
+MANY, ROOM = LENGTHS[:3] * 49, 256  # 147 sequences run in the graph of 256, whose slots two kernels sort instead of one
 SLOTS = TINY["num_experts_per_tok"] * TINY["num_hidden_layers"]
 
 
@@ -64,6 +65,19 @@ def run(llm: Any) -> bool:
     alone = len(LENGTHS) * (NEW - 1) * TINY["num_hidden_layers"]
     done.append(check("kept decode slots", found["decode"]["kept"], alone))
     print("executors", found["executors"], "refused", found["refused"])
+    return all(done)
+
+
+def run_many(llm: Any) -> bool:
+    """A step of more sequences than one program sorts the slots of."""
+    done = []
+    for tau, kept in ((0.0, SLOTS), (1.1, TINY["num_hidden_layers"])):
+        reset(llm)
+        set_threshold(llm, [0.0, tau])
+        generate(llm, MANY)
+        found, wanted = report(llm), {"prefill": sum(MANY), "decode": len(MANY) * (NEW - 1)}
+        done.append(check(f"tokens by phase of {len(MANY)} requests", phases(found), wanted))
+        done.append(check("kept decode slots", found["decode"]["kept"], wanted["decode"] * kept))
     return all(done)
 
 
@@ -141,7 +155,7 @@ def run_trace(llm: Any, path: Path) -> bool:
 
 def main() -> None:
     made = engine_options(parser(__doc__), memory=0.3, cache=0.25, length=512)
-    parts = ["decided", "tracking", "trace"]
+    parts = ["decided", "many", "tracking", "trace"]
     made.add_argument("--parts", nargs="+", default=parts, help="each with an engine of its own")
     options = made.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -150,6 +164,9 @@ def main() -> None:
         traced, done = Path(folder) / "a.trace", []
         if "decided" in options.parts:
             done += decided(start(model, options, chunk=CHUNK, **engine_args(plan, 0.0, **common)))
+        if "many" in options.parts:
+            own = engine_args(plan, 0.0, **common, restore=False)
+            done.append(run_many(start(model, options, chunk=ROOM, sizes=[*SIZES, ROOM], **own)))
         if "tracking" in options.parts:
             done.append(run_tracking(start(model, options, **engine_args(plan, 0.5, **common, track=True))))
         if "trace" in options.parts:

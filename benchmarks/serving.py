@@ -17,6 +17,7 @@ import os
 import statistics
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -133,20 +134,22 @@ def write_plan(path: Path, sizes: dict[str, Any], budgets: dict[float, float] | 
 
 
 def start(
-    model: Path, options: argparse.Namespace, chunk: int = 16384, worker: str = "serving.BenchWorker", **ace: Any
-) -> Any:
+    model: Path, options: argparse.Namespace, chunk: int = 16384, worker: str = "serving.BenchWorker",
+    sizes: Sequence[int] = SIZES, **ace: Any,
+) -> Any:  # fmt: skip
+    """`sizes`: batches whose steps are captured; the largest is as many sequences as run at once."""
     from vllm import LLM
 
     began = time.perf_counter()
     graphs: dict[str, Any] = {"enforce_eager": True} if options.eager else {
-        "compilation_config": {"cudagraph_capture_sizes": SIZES}
+        "compilation_config": {"cudagraph_capture_sizes": list(sizes)}
     }  # fmt: skip
     memory = {"gpu_memory_utilization": options.memory, "kv_cache_memory_bytes": int(options.cache * 2**30)}
     arguments = {"worker_extension_cls": worker, **memory, **graphs}
     if getattr(options, "offload", 0):
         arguments |= {"cpu_offload_gb": options.offload, "cpu_offload_params": {"w13_weight", "w2_weight"}}
     llm = LLM(
-        str(model), load_format="dummy", skip_tokenizer_init=True, max_model_len=options.length, max_num_seqs=max(SIZES),
+        str(model), load_format="dummy", skip_tokenizer_init=True, max_model_len=options.length, max_num_seqs=max(sizes),
         max_num_batched_tokens=chunk, enable_prefix_caching=False, disable_log_stats=False, seed=0, **{**ace, **arguments},
     )  # fmt: skip
     llm.collective_rpc("bench_weights")
