@@ -13,7 +13,7 @@ export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
 .PRECIOUS: $(VENV)-%/.ready
-.PHONY: audit demo docs test lint test-core test-long test-all test-vllm test-vllm-next test-vllm-smoke setup clean wheel
+.PHONY: audit demo docs test lint test-core test-long test-all test-eval test-vllm test-vllm-next test-vllm-smoke setup clean wheel
 
 demo: setup
 	$(BIN)/ace demo
@@ -32,9 +32,14 @@ test-core: setup
 test-long: setup
 	$(BIN)/pytest -n 2 -m "long and not slow"
 
-# The core suite under the oldest and the newest supported transformers, everything slow, and vLLM on the CPU.
-test-all: test test-long test-5.17 test-5.23 test-vllm
+# The core suite under the oldest and the newest supported transformers, everything slow, the harnesses, and vLLM on the CPU.
+test-all: test test-long test-5.17 test-5.23 test-eval test-vllm
 	$(BIN)/pytest -m slow
+
+# lm-eval and EvalScope themselves, in an environment that has them.
+HARNESSES := lm-eval==0.4.13 evalscope==1.14.1
+test-eval: $(VENV)-eval/.ready
+	$(VENV)-eval/bin/pytest tests/evaluate/test_harness.py
 
 # vLLM on the CPU, in an environment of its own (3.4 GB), by both generations of its model runner: a CPU takes the first, a GPU
 # the second, whose kernels are interpreted here. About 20 minutes each on two cores, the smoke about 4 together.
@@ -85,6 +90,13 @@ $(VENV)-%/.ready: requirements-dev.lock pyproject.toml
 	sed -E '/^(transformers|huggingface-hub|tokenizers)==/,/[^\\]$$/d' requirements-dev.lock > $(VENV)-$*/requirements.txt
 	$(VENV)-$*/bin/$(LOCKED) -r $(VENV)-$*/requirements.txt
 	$(VENV)-$*/bin/$(OURS) "transformers==$*.*"
+	touch $@
+
+$(VENV)-eval/.ready: requirements-dev.lock pyproject.toml
+	@echo "$(@D): made with $(PYTHON)"
+	$(NEW) $(@D)
+	$(@D)/bin/$(LOCKED) -r requirements-dev.lock
+	$(@D)/bin/$(OURS) $(HARNESSES)
 	touch $@
 
 # Without their dependencies: vLLM's would bring torchvision for CUDA, which breaks transformers beside a CPU torch.

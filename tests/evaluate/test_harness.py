@@ -131,7 +131,7 @@ metric_list: [{{metric: acc, aggregation: mean, higher_is_better: true}}]
     assert done.returncode == 0, done.stderr[-2000:]
     (written,) = (tmp_path / "out").rglob("results*.json")
     report = json.loads(written.read_text())["config"]["ace"]
-    assert report["settings"]["policy"] == "ace" and 0.3 < report["realised"] < 0.7
+    assert report["settings"]["policy"] == "share" and 0.3 < report["realised"] < 0.7
 
 
 @needs_lm_eval
