@@ -237,6 +237,10 @@ def test_what_does_not_fit_is_refused(model):
         Decoder(zoo.build("deepseek_v32"), 1, 32).prefill(zoo.inputs(1)["input_ids"])
     with pytest.raises(IntegrationError, match="share their keys"):
         Decoder(zoo.build("gemma4", num_kv_shared_layers=2, layer_types=SHARED), 1, 32)
+    spread = zoo.build("qwen3_moe")
+    spread.hf_device_map = {"model.layers.0": 0, "model.layers.1": 1}
+    with pytest.raises(IntegrationError, match=r"spread over several places \(0, 1\)"):
+        Decoder(spread, 1, 32)
 
 
 def test_steps_and_rewinds_stay_within_the_cache(model):

@@ -102,6 +102,30 @@ def test_a_layer_routes_as_it_decides():
         torch.testing.assert_close(found[1], expected[1], rtol=1e-5, atol=1e-6)
 
 
+def gradients(model, ids):
+    model.zero_grad()
+    model(input_ids=ids, labels=ids).loss.backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def test_a_model_that_learns_keeps_to_torch():
+    """Kernels have no backward pass: in training mode torch decides and runs, with the gradients it has without kernels."""
+    model, ids = zoo.build("qwen3_moe").to(DEVICE), zoo.inputs(1)["input_ids"].to(DEVICE)
+    found = []
+    for dispatch in ("torch", "kernels"):
+        ace = ACE(build_plan(model), dispatch=dispatch).attach(model.train())
+        ace.set_threshold(0.25)
+        found.append(gradients(model, ids))
+        assert 0.2 < ace.realised < 0.8
+        ace.detach()
+    torch.testing.assert_close(found[1], found[0])  # on a CPU another of transformers' products, which sums in another order
+    with (
+        ACE(build_plan(model), dispatch="kernels")(model.eval()),
+        pytest.raises(IntegrationError, match="training mode"),
+    ):
+        gradients(model, ids)
+
+
 QUICK = [("qwen3_moe", 1), ("gemma4", 5), ("gpt_oss", 5), ("nemotron_h", 5)]
 EVERY = [(name, tokens) for name in zoo.families() for tokens in (1, 5) if (name, tokens) not in QUICK]
 

@@ -1,11 +1,13 @@
 """The kernels as torch operators: a compiler sees one node each, with the right shapes and the counters it changes."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from kernel_cases import DEVICE, text
 from plain_rule import FORMS, Setting
 
-from ace_moe.kernels import decide, ops
+from ace_moe.kernels import attend, decide, gemv, launch, ops
 from ace_moe.kernels.routing import TopK
 
 EXPERTS, K, TOKENS = 12, 4, 3
@@ -78,3 +80,29 @@ def test_what_a_compiler_is_told_is_true(given, operator):
     torch.library.opcheck(operator, arguments(given, operator), test_utils=checks)
     across = {name: given[name].t().contiguous().t() for name in ("ids", "gates", "logits")}
     torch.library.opcheck(operator, arguments(given | across, operator), test_utils=checks)
+
+
+def test_kernels_go_to_the_gpu_of_their_tensors(monkeypatch):
+    """A model may be spread over several, and Triton takes the current one."""
+    entered = []
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: entered.append(device) or nullcontext())
+    for name in ("cpu", "cuda:0", "cuda:1"):
+        with launch.on(torch.device(name)):
+            pass
+    assert entered == [torch.device("cuda:1")]
+
+
+def test_every_operator_says_which_gpu(given, monkeypatch):
+    asked = []
+    for module in (attend, decide, gemv, ops):
+        monkeypatch.setattr(module, "on", lambda device: asked.append(device) or nullcontext())
+    x, w = torch.randn(1, 16, device=DEVICE), torch.randn(EXPERTS, 16, 16, device=DEVICE)
+    q, cache = torch.randn(1, 2, 1, 16, device=DEVICE), torch.randn(1, 1, 64, 16, device=DEVICE)
+    decide.rule(*arguments(given, decide.rule))
+    decide.route(*arguments(given, decide.route))
+    slots = given["ids"][:1], given["gates"][:1]
+    ops.run_experts(x, *slots, w, w[:, :, :8].contiguous(), None, None, True, False, False, 0, 1.0, 0.0)
+    gemv.gemv(x, [w[0]])
+    attend.attend(q, cache, cache, None, attend.workspace(q.device), 1.0)
+    assert [device.type for device in asked] == 5 * [DEVICE]

@@ -212,6 +212,7 @@ class Decoder:
             model.set_attn_implementation(self.attention)
         try:
             with (
+                torch.cuda.device(model.device),  # streams are the current GPU's
                 nullcontext() if found is None else found.runtime.uncounted(),
                 compiled_layers(model, cache, **self.options),
                 recording(model),

@@ -157,3 +157,9 @@ def check(model: PreTrainedModel) -> None:
     if chunked or getattr(config, "num_kv_shared_layers", False):
         what = "attend in chunks" if chunked else "share their keys with other layers"
         raise IntegrationError(f"Layers of {type(model).__name__} {what}; decode it with `generate` instead.")
+    places = sorted({str(place) for place in (getattr(model, "hf_device_map", None) or {}).values()})
+    if len(places) > 1:
+        raise IntegrationError(
+            f"This model is spread over several places ({', '.join(places)}), and a step is one graph of one GPU; decode it with "
+            "`generate` instead, or load it without a `device_map`."
+        )

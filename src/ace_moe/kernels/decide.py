@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..rule import CONSTANT, FUSIONS, GAINS, NORMS, Form, Gain
 from . import restore_kernel, route_kernel, rule_kernel
-from .launch import cdiv, early_start, power_of_two
+from .launch import cdiv, early_start, on, power_of_two
 
 
 class Rule(NamedTuple):
@@ -145,7 +145,8 @@ def rule(
     ids: Tensor, gates: Tensor, rows: Tensor, tau: Tensor, factor: Tensor, tables: list[Tensor], counts: Tensor, mark: int,
     rule: str, voting: list[Tensor], experts: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    return launch_rule(ids, gates, rows, tau, factor, tables, counts, mark, rule, voting, experts)
+    with on(ids.device):
+        return launch_rule(ids, gates, rows, tau, factor, tables, counts, mark, rule, voting, experts)
 
 
 @rule.register_fake
@@ -161,7 +162,8 @@ def route(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     kind = (top_k, sigmoid, normalise, times)
     given = (logits, rows, tau, factor, tables, counts, mark, rule)
-    return launch_route(*given, *kind, dtype, ids_dtype, voting, bias, scale)
+    with on(logits.device):
+        return launch_route(*given, *kind, dtype, ids_dtype, voting, bias, scale)
 
 
 @route.register_fake

@@ -1,7 +1,9 @@
-"""How kernels follow one another: from Hopper on one may start before the one in front has ended, and waits on the device."""
+"""Where kernels are launched and how they follow one another: from Hopper on one may start before the one in front has ended,
+and waits on the device."""
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 
 import torch
@@ -17,6 +19,13 @@ def cdiv(a: int, b: int) -> int:
 def power_of_two(n: int) -> int:
     """The smallest that is not below n."""
     return 1 << max(0, n - 1).bit_length()
+
+
+def on(device: torch.device) -> AbstractContextManager[object]:
+    """Inside, kernels go to this GPU: Triton takes the current one, and layers of a model may lie on several."""
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(device)
 
 
 @cache

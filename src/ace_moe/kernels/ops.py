@@ -5,8 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..errors import IntegrationError
 from . import experts
 from .activation import Activation
+from .launch import on
 from .layout import Near
 
 
@@ -43,9 +45,21 @@ def run_experts(
     block = (block_rows, block_columns) if s_in is not None else None
     layout = experts.Layout(gated, interleaved, transposed, Activation(kind, alpha, limit), block)
     near = None if near_row is None or near_in is None or near_out is None else Near(near_row, near_in, near_out)
-    return experts.run(x, ids, gates, experts.Weights(w_in, w_out, b_in, b_out, layout, s_in, s_out, near), mean, add)
+    weights = experts.Weights(w_in, w_out, b_in, b_out, layout, s_in, s_out, near)
+    with on(x.device):
+        return experts.run(x, ids, gates, weights, mean, add)
 
 
 @run_experts.register_fake
 def _(x, *rest):
     return torch.empty_like(x)
+
+
+def _backward(ctx, *_):
+    raise IntegrationError(
+        "The kernels have no backward pass. Put the model into training mode (`model.train()`), where a plan keeps to torch, or "
+        'attach the plan with `dispatch="torch"`.'
+    )
+
+
+run_experts.register_autograd(_backward)

@@ -125,6 +125,7 @@ class Attachment:
         )
         layer = self.runtime.add(site.key, site.num_experts, device, kernels=kernels)
         layer.chosen, layer.tokens, layer.owner = chosen, stack, ref(module)
+        layer.train(module.training)
         module.add_module(CHILD, layer)
         self._later(module, lambda m: delattr(m, CHILD))
         if is_registered(module):

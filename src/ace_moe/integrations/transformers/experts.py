@@ -47,7 +47,7 @@ def _implementation(stock: Stock, ruled: bool = True) -> Stock:
         ids, gates = top_k_index, top_k_weights
         if ruled and layer.at == "experts":
             ids, gates = layer.decide(ids, gates, hidden_states)
-        executor = layer.chosen.executor
+        executor = WHOLE if layer.learning and layer.chosen.executor.name == Kernels.name else layer.chosen.executor
         if layer.mean is None or executor.name == Kernels.name:  # the kernels add it themselves
             found = executor(stock, self, hidden_states, ids, gates)
             return rule.align(found, (ids == layer.mark).any(-1), layer.statistics) if layer.aligned else found
@@ -116,6 +116,9 @@ class Kernels:
         """Experts beside the GPU, where the weights are in host memory."""
         near = vars(module)[HOST].near if HOST in vars(module) else None
         return {} if near is None else {"near_row": near.row, "near_in": near.w_in, "near_out": near.w_out}
+
+
+WHOLE = Whole()
 
 
 def choose_executor(module: nn.Module, device: torch.device, dispatch: Choice, path: str) -> Chosen:
