@@ -146,7 +146,7 @@ USES = (
     Use("training with gradient checkpointing", trained),
     Use("PEFT adapters beside the experts", lambda model: model(input_ids=ids()).logits, adapted),
     Use("accelerate's offload", lambda model: model(input_ids=ids()).logits, offloaded),
-    Use("`device_map`", lambda model: model(input_ids=ids()).logits, mapped),
+    Use("`device_map`, on one device", lambda model: model(input_ids=ids()).logits, mapped),
     Use("`torch.compile` after attaching (inductor)", compiled, slow=True),
     Use("`save_pretrained`", saved),
     Use("`copy.deepcopy`: the copy has no plan", copied),

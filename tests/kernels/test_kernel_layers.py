@@ -9,7 +9,9 @@ from ace_moe import ACE, build_plan
 from ace_moe.checkpoint import MoEModel
 from ace_moe.errors import IntegrationError
 from ace_moe.integrations.transformers.experts import Kernels, choose_executor, kernels_for
+from ace_moe.kernels import foreign, usable
 from ace_moe.kernels.activation import GELU_TANH, RELU_SQUARED, SILU, SWIGLU_OAI, recognise
+from ace_moe.kernels.launch import hopper
 from ace_moe.kernels.routing import TopK, reference
 from ace_moe.policies import POLICIES, make
 from ace_moe.runtime import Layer, row_of
@@ -102,6 +104,34 @@ def test_a_layer_routes_as_it_decides():
         torch.testing.assert_close(found[1], expected[1], rtol=1e-5, atol=1e-6)
 
 
+@pytest.fixture
+def another_gpu(monkeypatch):
+    """A GPU that is not there: AMD's, whose name is the same and whose capability looks like Hopper's, or an old one."""
+
+    def make(hip, capability):
+        monkeypatch.setattr(torch.version, "hip", hip)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+        for cached in (foreign, hopper):
+            cached.cache_clear()
+        return torch.device("cuda:0")
+
+    yield make
+    monkeypatch.undo()
+    for cached in (foreign, hopper):
+        cached.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("hip", "capability", "why"), [("7.1", (9, 4), "NVIDIA"), (None, (7, 5), "older"), (None, (9, 0), "")]
+)
+def test_only_gpus_the_kernels_were_made_for_get_them(another_gpu, hip, capability, why):
+    device = another_gpu(hip, capability)
+    assert why in foreign(device) and usable(device) == hopper(device) == (not why)
+    module = MoEModel.of(zoo.build("qwen3_moe")).sites[0].experts
+    chosen = choose_executor(module, device, "auto", "here")
+    assert (chosen.executor.name == "kernels") == (not why) and why in chosen.refused.get("kernels", "")
+
+
 def gradients(model, ids):
     model.zero_grad()
     model(input_ids=ids, labels=ids).loss.backward()
@@ -118,7 +148,9 @@ def test_a_model_that_learns_keeps_to_torch():
         found.append(gradients(model, ids))
         assert 0.2 < ace.realised < 0.8
         ace.detach()
-    torch.testing.assert_close(found[1], found[0])  # on a CPU another of transformers' products, which sums in another order
+    torch.testing.assert_close(
+        found[1], found[0]
+    )  # on a CPU another of transformers' products, which sums in another order
     with (
         ACE(build_plan(model), dispatch="kernels")(model.eval()),
         pytest.raises(IntegrationError, match="training mode"),

@@ -21,6 +21,7 @@ from transformers import DynamicCache, PreTrainedModel
 from ..errors import IntegrationError, OptionError, brief
 from ..integrations.transformers import Attachment, attached_to
 from ..integrations.transformers.host import hosted, place_experts, settle
+from ..kernels import foreign
 from .attention import IMPLEMENTATION, workspace
 from .layerwise import compiled_layers, decoder_layers, recording
 from .static import StepCache, check
@@ -76,9 +77,10 @@ class Decoder:
             raise OptionError(f'experts is "device" or "host", not {experts!r}.')
         if experts == "host":
             place_experts(model, _gpu(model), resident)
-        self.model, self.batch, self.length, self.attention = model, batch, length, attention
+        ours = not foreign(model.device)  # other GPUs have graphs all the same
+        self.model, self.batch, self.length, self.attention = model, batch, length, attention if ours else "sdpa"
         self.captured = model.device.type == "cuda" if captured is None else captured
-        self.options = {**tuned(batch, fused), **options}
+        self.options = {**tuned(batch, fused and ours), **options}
         check(model)
         decoder_layers(model)
         self.cache: StepCache | None = None

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from ..errors import IntegrationError, OptionError, brief
+from ..kernels import usable
 from ..plan import Plan
 from ..policies import Policy
 from ..runtime import PADDING, Layer, Runtime, merge, row_of
@@ -77,7 +78,7 @@ class Skipping:
                 f"The plan is of another model: layer {key} has top_k {structure[key]['top_k']} in the plan, {ids.shape[-1]} in "
                 "the model. Build one with `ace tables`."
             )
-        layer = self.runtime.add(key, SKIPPED, ids.device, kernels=ids.device.type == "cuda", opaque=False)
+        layer = self.runtime.add(key, SKIPPED, ids.device, kernels=usable(ids.device), opaque=False)
         layer.tokens = self.tokens
         return layer
 

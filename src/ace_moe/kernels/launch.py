@@ -10,6 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
+from . import usable
+
 
 def cdiv(a: int, b: int) -> int:
     """Not Triton's, which is made for kernels and slow outside of them: a prompt's layers wait for the host."""
@@ -31,7 +33,7 @@ def on(device: torch.device) -> AbstractContextManager[object]:
 @cache
 def hopper(device: torch.device) -> bool:
     """Whether kernels may start early and a copy engine fetches whole tiles."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+    return usable(device) and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def early_start(device: torch.device) -> dict[str, bool]:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..errors import BudgetError, IntegrationError, OptionError, PolicyError
+from ..kernels import usable
 from ..plan import Plan
 from ..policies import Policy, TokenPolicy
 from .layer import Layer
@@ -67,7 +68,7 @@ class Tracker:
 @torch.library.custom_op("ace_moe::track", mutates_args=("tau", "seen"))
 def track(counts: list[Tensor], tau: Tensor, target: Tensor, seen: Tensor, width: int) -> None:
     """counts: [R, 3] of every layer, of which a token has `width` slots; seen [R, 2]."""
-    if tau.is_cuda:
+    if usable(tau.device):
         from ..kernels.track import launch_track
 
         return launch_track(counts, tau, target, seen, width, RATE, LOWEST, HIGHEST)

@@ -23,10 +23,11 @@ from transformers import PreTrainedModel
 from ...checkpoint import Site
 from ...checkpoint.structure import is_registered
 from ...errors import IntegrationError
+from ...kernels import usable
 from ...policies.calibration import router_logits
 from ...runtime import Layer, Runtime, row_of
 from ...runtime.executors import SENTINELS
-from .experts import CHILD, IMPLEMENTATION, UNRULED, Choice, choose_executor, has_triton
+from .experts import CHILD, IMPLEMENTATION, UNRULED, Choice, choose_executor
 from .generation import Told, listen
 from .modules import device_of, leaves_sentinels_out, refuse_adapters, refuse_repair, ruled, stack_of
 from .passes import Pass
@@ -120,9 +121,7 @@ class Attachment:
     def _add(self, module: nn.Module, site: Site, stack: Pass) -> Layer:
         device = device_of(module)
         chosen = choose_executor(module, device, self.dispatch, f"{site.path} ({type(module).__name__})")
-        kernels = chosen.executor.name == "kernels" or (
-            device.type == "cuda" and self.dispatch != "torch" and has_triton()
-        )
+        kernels = chosen.executor.name == "kernels" or (self.dispatch != "torch" and usable(device))
         layer = self.runtime.add(site.key, site.num_experts, device, kernels=kernels)
         layer.chosen, layer.tokens, layer.owner = chosen, stack, ref(module)
         layer.train(module.training)

@@ -18,6 +18,7 @@ from transformers.integrations.moe import ExpertsInterface, grouped_mm_experts_f
 
 from ... import rule
 from ...checkpoint.structure import is_registered
+from ...kernels import foreign
 from ...runtime.executors import Chosen, Offer, choose, compact
 
 if TYPE_CHECKING:
@@ -142,6 +143,8 @@ def kernels_for(module: nn.Module, device: torch.device, forced: bool = False) -
     interpreted = forced and os.environ.get("TRITON_INTERPRET") == "1"  # Triton's interpreter runs kernels on the CPU
     if device.type != "cuda" and not interpreted:
         return f"the layer is on {device.type}"
+    if why := foreign(device):
+        return why
     found = layout_of(module)
     if isinstance(found, str):
         return found

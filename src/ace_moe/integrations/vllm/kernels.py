@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...kernels import foreign
 from ...kernels.activation import GELU_TANH, SILU, Activation
 from .backends import PLAIN, prepare_of
 from .settings import EVERY, batch_invariant
@@ -34,7 +35,7 @@ class Kernels:
             from ...kernels.launch import hopper
         except ImportError:
             return "Triton is not installed"
-        reason = unfit(experts, kernel)
+        reason = unfit(experts, kernel) or foreign(experts.w2_weight.device)
         if not reason and measured and not hopper(experts.w2_weight.device):
             return "they were not measured on this GPU"
         if not reason and measured and batch_invariant():

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ...errors import AceError, IntegrationError, PlanError
+from ...kernels import usable
 from ...plan import structure_difference
 from ...runtime import Layer, Part, Runtime
 from ...runtime.rows import BUDGETS, Budget
@@ -114,7 +115,7 @@ class Skipping:
             raise PlanError(
                 f"The plan is of another model ({plan.model or 'unnamed'}): {difference}. Build one with `ace tables`."
             )
-        layer = self.runtime.add(key, SKIPPED, self.device, kernels=self.device.type == "cuda", opaque=False)
+        layer = self.runtime.add(key, SKIPPED, self.device, kernels=usable(self.device), opaque=False)
         layer.tokens = self.rows
         if self.tracing is not None:
             layer.trace = self.tracing.keeper(key)
