@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 
 
 @pytest.mark.parametrize(
-    "capability", [90, pytest.param(80, marks=pytest.mark.slow), pytest.param(89, marks=pytest.mark.slow)]
+    "capability", [90, 120, *(pytest.param(older, marks=pytest.mark.slow) for older in (80, 89, 100))]
 )
 def test_kernels_compile(capability, tmp_path):
     said = compile_kernels(str(capability), cache=tmp_path)

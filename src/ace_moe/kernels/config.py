@@ -43,7 +43,7 @@ def one_tiles(tokens: int, d: int, m: int, block: tuple[int, int] | None = None)
 
 
 def many_tiles(slots_per_expert: int, d: int, m: int, dtype: torch.dtype, large: bool) -> Tiles:
-    """`large`: the GPU has Hopper's shared memory; others get tiles that fit everywhere."""
+    """`large`: the GPU is `roomy`; others get tiles that fit everywhere."""
     if dtype == torch.float32:
         return Tiles(32, 32, 32, 4, 2, 32, 32, 4, 2, tail=16)
     if slots_per_expert <= 2:

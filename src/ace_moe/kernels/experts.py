@@ -15,7 +15,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from . import many_kernel, one_kernel, sort_kernel
 from .config import Tiles, many_tiles, one_tiles
-from .launch import cdiv, early_start, hopper, power_of_two
+from .launch import cdiv, early_start, hopper, power_of_two, roomy
 from .layout import Layout, Weights
 
 __all__ = ["ONE", "Layout", "Weights", "run"]
@@ -118,7 +118,7 @@ def _one(x: Tensor, ids: Tensor, gates: Tensor, weights: Weights, mean: Tensor |
 
 def _many(x: Tensor, ids: Tensor, gates: Tensor, weights: Weights, mean: Tensor | None, add: Tensor | None) -> Tensor:
     (tokens, k), (experts, d, m) = ids.shape, weights.shape
-    slots, large, early = tokens * k, hopper(x.device), early_start(x.device)
+    slots, large, early = tokens * k, roomy(x.device), early_start(x.device)
     tiles = _fitting(many_tiles(slots // experts, d, m, x.dtype, large), weights)
     where = _sorted(ids, experts, tiles.bm)
     h = torch.empty(slots, m, dtype=x.dtype, device=x.device)

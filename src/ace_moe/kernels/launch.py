@@ -12,6 +12,8 @@ import triton.language as tl
 
 from . import usable
 
+LARGE = 228 * 1024  # bytes
+
 
 def cdiv(a: int, b: int) -> int:
     """Not Triton's, which is made for kernels and slow outside of them: a prompt's layers wait for the host."""
@@ -32,8 +34,14 @@ def on(device: torch.device) -> AbstractContextManager[object]:
 
 @cache
 def hopper(device: torch.device) -> bool:
-    """Whether kernels may start early and a copy engine fetches whole tiles."""
+    """Whether kernels may start early."""
     return usable(device) and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+@cache
+def roomy(device: torch.device) -> bool:
+    """Whether a program has the shared memory that large tiles need: data centres' Hopper and Blackwell, no RTX card."""
+    return hopper(device) and torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor >= LARGE
 
 
 def early_start(device: torch.device) -> dict[str, bool]:
