@@ -8,7 +8,7 @@ scheduled; kernels inside the graph read them there. A steady decode writes noth
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from functools import wraps
 from typing import Any, NamedTuple
 
@@ -174,6 +174,11 @@ def listen(find: Callable[[Any], Any]) -> None:
 Owned = Mapping[str, int]  # requests with budgets of their own, and the budget's number
 
 
+def alive(runner: Any) -> Container[str]:
+    """The requests a runner knows; the newer one drops what is preempted, which it is told of again as new."""
+    return runner.req_states.req_id_to_index if hasattr(runner, "req_states") else runner.requests
+
+
 def numbers(requests: Sequence[str], owned: Owned) -> np.ndarray | None:
     return np.array([owned.get(i, 0) for i in requests], dtype=np.int64) if owned else None
 
@@ -210,7 +215,7 @@ def _hook(cls: type, prepare: str, step: Callable[..., Step], find: Callable[[An
         skipping = find(self.vllm_config)
         if skipping is not None:
             scheduled = kwargs["scheduler_output"] if "scheduler_output" in kwargs else args[0]
-            skipping.admit(scheduled)
+            skipping.admit(scheduled, alive(self))
             now = step(self, args, kwargs, result, skipping.owned)
             if skipping.tracing is not None:
                 skipping.trace(now, self, result)

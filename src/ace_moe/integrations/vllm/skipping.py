@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -197,14 +197,20 @@ class Skipping:
         tau, targets = look_up(self.runtime.plan, self.policy, skip, workload, self.settings.control)
         self.runtime.set(tau, number, targets)
 
-    def admit(self, scheduled: Any) -> None:
-        """Requests of a step with budgets of their own; all ranks see the same, in the same order."""
+    def admit(self, scheduled: Any, alive: Container[str]) -> None:
+        """Requests of a step with budgets of their own, of those the runner knows; all ranks see the same, in the same order.
+
+        Not by what a step says has ended: a step without tokens says so too and is never prepared, and the name of one that
+        was given up may come back in the same step.
+        """
+        for request in [r for r in self.owned if r not in alive]:
+            del self.owned[request]
         for new in scheduled.scheduled_new_reqs:  # a preempted one may come as new again
             budget = asked(new.sampling_params)
             if budget is not None:
                 self.owned[new.req_id] = self._number(budget)
-        for request in scheduled.finished_req_ids if self.owned else ():
-            self.owned.pop(request, None)
+            else:
+                self.owned.pop(new.req_id, None)
 
     def _number(self, budget: Budget) -> int:
         if budget not in self.budgets:
