@@ -251,10 +251,12 @@ def restores(wanted: bool | None) -> bool:
 
 def refuse_unsupported(vllm_config: Any, traced: bool = False) -> None:
     """Options of vLLM under which skipping would be wrong or silent."""
-    parallel = vllm_config.parallel_config
+    parallel, cache = vllm_config.parallel_config, getattr(vllm_config, "cache_config", None)
     switches = {
         "--enable-lora": vllm_config.lora_config is not None,
         "--enable-dbo": getattr(parallel, "enable_dbo", False),
+        "--ubatch-size": getattr(parallel, "ubatch_size", 0) > 1,
+        "--kv-sharing-fast-prefill": getattr(cache, "kv_sharing_fast_prefill", False),
         "--enable-return-routed-experts": getattr(vllm_config.model_config, "enable_return_routed_experts", False),
     }
     reasons = (
