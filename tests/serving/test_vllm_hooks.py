@@ -264,7 +264,10 @@ def test_vllm_has_what_is_hooked() -> None:
         assert "is_profile" in [a.arg for a in (*dummy.args, *dummy.kwonlyargs)]
         wanted = ["self", "scheduler_output"] + (["num_scheduled_tokens"] if prepare.startswith("_") else [])
         assert [a.arg for a in methods[prepare].args][: len(wanted)] == wanted
-    assert "compile_or_warm_up_model" in methods_of(root / "gpu_worker.py", "Worker")
+    worker = methods_of(root / "gpu_worker.py", "Worker")
+    assert {"compile_or_warm_up_model", "sleep", "wake_up"} <= set(worker)
+    assert [a.arg for a in worker["wake_up"].args] == ["self", "tags"]
+    assert 'SLEEP_TAGS = frozenset(("weights", "kv_cache"))' in (root.parent / "executor/abstract.py").read_text()
 
 
 @pytest.mark.vllm

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from ...runtime.rows import BUDGETS, Budget
 from ...runtime.settings import Skip, check_threshold
 from ...runtime.tracking import look_up
 from . import KEY
+from .asleep import Asleep
 from .requests import asked
 from .rows import Rows, Share, Step, listen
 from .settings import REFUSED, Settings, batch_invariant, check_content, logger, unknown_vllm
@@ -83,6 +85,7 @@ class Skipping:
         self.budgets: list[Budget] = []  # of requests; number 0 is the server's
         self.tracing = tracing_of(vllm_config, settings, plan.fingerprint, self.device)
         self.later: list[Callable[[], None]] = []  # what waits for vLLM's kernels: executors are chosen then
+        self.asleep: Asleep | None = None
         self.set_skip(settings.skip)
         logger.info("ACE: policy %s", json.dumps(policy.settings))
 
@@ -232,7 +235,18 @@ class Skipping:
     def reset(self) -> None:
         self.runtime.reset()
 
-    def part(self, **place: int) -> Part:
+    def lie_down(self) -> None:
+        """The engine is about to sleep."""
+        self.asleep = self.asleep or Asleep(self.part(), (self.rows.buffer, *self.runtime.tensors()))
+
+    def get_up(self, tags: Sequence[str] | None) -> None:
+        """Some of its memory, or all, is there again."""
+        if self.asleep is not None and self.asleep.wakes(tags):
+            self.asleep = None
+
+    def part(self, **place: Any) -> Part:
+        if self.asleep is not None:
+            return replace(self.asleep.part, **place)
         if self.tracing is not None:  # nobody waits for the last step of a busy hour
             self.tracing.flush()
             self.tracing.save()
