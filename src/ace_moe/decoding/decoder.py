@@ -212,13 +212,15 @@ class Decoder:
             model.set_attn_implementation(self.attention)
         try:
             with (
+                torch.cuda.device(model.device),
                 nullcontext() if found is None else found.runtime.uncounted(),
                 compiled_layers(model, cache, **self.options),
                 recording(model),
             ):
                 self._warm_up(cache, start)
                 graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph):
+                # a stream of its own: torch keeps the one it made first, on whatever device that was
+                with torch.cuda.graph(graph, stream=torch.cuda.Stream()):
                     self.logits = self._advance(cache)
                 self.graph = graph
         finally:

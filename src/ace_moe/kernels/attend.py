@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .attend_kernel import attend as kernel
-from .launch import cdiv, early_start, power_of_two
+from .launch import cdiv, early_start, on, power_of_two
 
 PAIRS = 4096  # sequences × key heads that one workspace serves
 MOST_SPLITS = 40
@@ -69,14 +69,15 @@ def _launch(
     parts = torch.empty(pairs, splits, group, width, dtype=torch.float32, device=q.device)
     tops, totals = (torch.empty(pairs, splits, group, dtype=torch.float32, device=q.device) for _ in range(2))
     y = torch.empty(batch, 1, queries, width, dtype=q.dtype, device=q.device)
-    kernel[(pairs, splits)](
-        q, k, v, q if mask is None else mask, *token, parts, tops, totals, arrived, y, scale * math.log2(math.e), eps,
-        positions, heads, step, q.stride(0), q_head, k.stride(0), k.stride(1), k.stride(2), v.stride(0), v.stride(1),
-        v.stride(2), 0 if mask is None else mask.stride(0), *steps, G=group, GP=max(16, power_of_two(group)),
-        JP=power_of_two(group), D=width, DP=max(16, power_of_two(width)), BS=tile, SPLITS=splits, MASKED=mask is not None,
-        SHORT=kind["TOKEN"] and step == tile, **kind, num_warps=8 if width >= 64 else 4, num_stages=2,
-        **early_start(q.device),
-    )  # fmt: skip
+    with on(q.device):
+        kernel[(pairs, splits)](
+            q, k, v, q if mask is None else mask, *token, parts, tops, totals, arrived, y, scale * math.log2(math.e), eps,
+            positions, heads, step, q.stride(0), q_head, k.stride(0), k.stride(1), k.stride(2), v.stride(0), v.stride(1),
+            v.stride(2), 0 if mask is None else mask.stride(0), *steps, G=group, GP=max(16, power_of_two(group)),
+            JP=power_of_two(group), D=width, DP=max(16, power_of_two(width)), BS=tile, SPLITS=splits, MASKED=mask is not None,
+            SHORT=kind["TOKEN"] and step == tile, **kind, num_warps=8 if width >= 64 else 4, num_stages=2,
+            **early_start(q.device),
+        )  # fmt: skip
     return y
 
 

@@ -15,7 +15,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from . import many_kernel, one_kernel, sort_kernel
 from .config import Tiles, many_tiles, one_tiles
-from .launch import cdiv, early_start, hopper, power_of_two
+from .launch import cdiv, early_start, hopper, on, power_of_two
 from .layout import Layout, Weights
 
 __all__ = ["ONE", "Layout", "Weights", "run"]
@@ -38,9 +38,9 @@ def run(
     add = None if add is None else add.contiguous()
     if weights.w_in.device != x.device and ids.numel() >= STAGED * weights.shape[0]:
         weights = _staged(weights, x.device)
-    if x.shape[0] <= ONE and not weights.layout.transposed:  # transposed rows are not contiguous
-        return _one(x, ids, gates, weights, mean, add)
-    return _many(x, ids, gates, weights, mean, add)
+    few = x.shape[0] <= ONE and not weights.layout.transposed  # transposed rows are not contiguous
+    with on(x.device):
+        return (_one if few else _many)(x, ids, gates, weights, mean, add)
 
 
 def _staged(weights: Weights, device: torch.device) -> Weights:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .gemv_kernel import gemv as kernel
-from .launch import cdiv, early_start, hopper, power_of_two
+from .launch import cdiv, early_start, hopper, on, power_of_two
 
 MOST = 4  # matrices
 FEW = 4  # tokens
@@ -70,12 +70,13 @@ def gemv(
     height, width, steps = tile(sum(rows), columns, given.held)
     *starts, grid = accumulate(cdiv(n, height) for n in rows)
     matrices, unused = [w.contiguous() for w in weights], MOST - len(rows)
-    kernel[(grid,)](
-        x, x if scale is None else scale, x if add is None else add.contiguous(), *matrices, *[matrices[0]] * unused, y,
-        normed, *starts, *[grid] * unused, *rows, *[0] * unused, columns, eps, T=tokens, BN=height, BK=width, STEPS=steps,
-        NORM=scale is not None, PLUS=plus, ROUNDED=rounded, KEEP=keep, ADD=add is not None, num_warps=given.warps,
-        **({"maxnreg": given.registers} if hopper(x.device) else {}), **early_start(x.device),
-    )  # fmt: skip
+    with on(x.device):
+        kernel[(grid,)](
+            x, x if scale is None else scale, x if add is None else add.contiguous(), *matrices, *[matrices[0]] * unused, y,
+            normed, *starts, *[grid] * unused, *rows, *[0] * unused, columns, eps, T=tokens, BN=height, BK=width, STEPS=steps,
+            NORM=scale is not None, PLUS=plus, ROUNDED=rounded, KEEP=keep, ADD=add is not None, num_warps=given.warps,
+            **({"maxnreg": given.registers} if hopper(x.device) else {}), **early_start(x.device),
+        )  # fmt: skip
     return y, normed
 
 

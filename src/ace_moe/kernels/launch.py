@@ -1,7 +1,9 @@
-"""How kernels follow one another: from Hopper on one may start before the one in front has ended, and waits on the device."""
+"""How kernels follow one another: from Hopper on one may start before the one in front has ended, and waits on the device;
+and which device that is."""
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 
 import torch
@@ -17,6 +19,21 @@ def cdiv(a: int, b: int) -> int:
 def power_of_two(n: int) -> int:
     """The smallest that is not below n."""
     return 1 << max(0, n - 1).bit_length()
+
+
+HERE = nullcontext()
+
+
+def on(device: torch.device) -> AbstractContextManager[object]:
+    """Triton launches on the current device, wherever its tensors are: layers of a model that is spread out are on others."""
+    if device.type != "cuda" or _alone() or device.index == torch.cuda.current_device():
+        return HERE
+    return torch.cuda.device(device)
+
+
+@cache
+def _alone() -> bool:
+    return torch.cuda.device_count() < 2
 
 
 @cache

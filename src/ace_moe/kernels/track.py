@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from . import track_kernel
-from .launch import power_of_two
+from .launch import on, power_of_two
 
 
 @lru_cache(maxsize=8)
@@ -30,4 +30,5 @@ def launch_track(
     """counts: [R, 3] of every layer; τ, target [R]; seen [R, 2]. `width` slots a token has in all layers."""
     where = _addresses(tuple(c.data_ptr() for c in counts), tau.device)
     given = (tau, target, seen, len(counts), float(width), rate, lowest, highest)
-    track_kernel.track[(len(tau),)](where, *given, LP=power_of_two(len(counts)), num_warps=1)
+    with on(tau.device):
+        track_kernel.track[(len(tau),)](where, *given, LP=power_of_two(len(counts)), num_warps=1)
