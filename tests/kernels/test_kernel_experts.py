@@ -80,6 +80,15 @@ def test_experts_on_odd_shapes(tokens, case):
         torch.testing.assert_close(y.double(), dense(x, routed, gates, weights), rtol=1e-4, atol=1e-5)
 
 
+def test_a_layer_that_is_copied_whole_keeps_its_products_apart():
+    """Of experts without a gate that are as wide as the model both have one shape."""
+    weights = make_weights(EXPERTS, 16, 16, RELU_SQUARED)
+    staged = experts._staged(weights, torch.device(DEVICE))
+    assert torch.equal(staged.w_in, weights.w_in) and torch.equal(staged.w_out, weights.w_out)
+    again = experts._staged(replace(weights, w_in=weights.w_out, w_out=weights.w_in), torch.device(DEVICE))
+    assert again.w_in.data_ptr() == staged.w_in.data_ptr(), "one place for all layers"
+
+
 @pytest.mark.parametrize("k", [1, 2, 5])
 def test_any_number_of_slots_a_token(k):
     """Also fewer than the down product takes at a time, and numbers that are no power of two."""

@@ -46,13 +46,15 @@ def run(
 def _staged(weights: Weights, device: torch.device) -> Weights:
     """A layer's weights copied to the GPU, where the next layer's will follow them."""
     w_in, w_out = (
-        _scratch(w.shape, w.dtype, device).copy_(w, non_blocking=True) for w in (weights.w_in, weights.w_out)
+        _scratch(product, w.shape, w.dtype, device).copy_(w, non_blocking=True)
+        for product, w in (("up", weights.w_in), ("down", weights.w_out))
     )
     return replace(weights, w_in=w_in, w_out=w_out, near=None)
 
 
 @lru_cache(maxsize=4)
-def _scratch(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+def _scratch(product: str, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Experts without a gate that are as wide as the model have two products of one shape."""
     return torch.empty(shape, dtype=dtype, device=device)
 
 
