@@ -24,6 +24,7 @@ ONE = 4  # tokens up to which a product per slot is fastest
 SORTED = 1024  # slots up to which one program sorts them
 STAGED = 8  # slots per expert from which a layer in host memory is copied whole: tiles would read experts repeatedly
 BULK: bool | None = None  # whether the copy engine fetches weights; None: where there is one
+GRID = 65535  # programs a GPU takes in the second dimension
 # whether few tokens run side by side, so that an expert two of them need is read once; None: where there are two
 BESIDE: bool | None = None
 
@@ -122,6 +123,10 @@ def _many(x: Tensor, ids: Tensor, gates: Tensor, weights: Weights, mean: Tensor 
     (tokens, k), (experts, d, m) = ids.shape, weights.shape
     slots, large, early = tokens * k, hopper(x.device), early_start(x.device)
     tiles = _fitting(many_tiles(slots // experts, d, m, x.dtype, large), weights)
+    if tokens > 1 and cdiv(slots, tiles.bm) + experts + 3 > GRID:
+        adds = (None, None) if add is None else add.chunk(2)
+        parts = zip(x.chunk(2), ids.chunk(2), gates.chunk(2), adds, strict=True)
+        return torch.cat([_many(*part[:3], weights, mean, part[3]) for part in parts])
     where = _sorted(ids, experts, tiles.bm)
     h = torch.empty(slots, m, dtype=x.dtype, device=x.device)
     parts = torch.empty(slots, d, dtype=x.dtype, device=x.device)
