@@ -125,8 +125,8 @@ def _many(x: Tensor, ids: Tensor, gates: Tensor, weights: Weights, mean: Tensor 
     tiles = _fitting(many_tiles(slots // experts, d, m, x.dtype, large), weights)
     if tokens > 1 and cdiv(slots, tiles.bm) + experts + 3 > GRID:
         adds = (None, None) if add is None else add.chunk(2)
-        parts = zip(x.chunk(2), ids.chunk(2), gates.chunk(2), adds, strict=True)
-        return torch.cat([_many(*part[:3], weights, mean, part[3]) for part in parts])
+        halves = zip(x.chunk(2), ids.chunk(2), gates.chunk(2), adds, strict=True)
+        return torch.cat([_many(*half[:3], weights, mean, half[3]) for half in halves])
     where = _sorted(ids, experts, tiles.bm)
     h = torch.empty(slots, m, dtype=x.dtype, device=x.device)
     parts = torch.empty(slots, d, dtype=x.dtype, device=x.device)
