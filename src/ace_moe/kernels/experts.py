@@ -35,6 +35,9 @@ def run(
     """The experts of one layer, plus `add` [T, d]; with mean [E, d] a slot coded −2 − e adds its gate times mean[e]."""
     if x.shape[0] == 0:
         return torch.empty_like(x)
+    if x.dtype != weights.w_in.dtype and weights.layout.block is None:  # autocast; FP8 weights are widened to any
+        found = run(x.to(weights.w_in.dtype), ids, gates, weights, mean).to(x.dtype)
+        return found if add is None else found + add
     x, ids, gates = x.contiguous(), ids.contiguous(), gates.contiguous()
     add = None if add is None else add.contiguous()
     if weights.w_in.device != x.device and ids.numel() >= STAGED * weights.shape[0]:
