@@ -97,6 +97,13 @@ class Core:
     def preprocess_add_request(self, request: Any) -> Any:
         return request
 
+    def collective_rpc(self, method: str, timeout: float | None = None, args: Any = (), kwargs: Any = None) -> Any:
+        """Workers that refuse more than half, and one call that gets no answer. A request comes in before they answer."""
+        self.between = self.preprocess_add_request(SimpleNamespace(cache_salt=None, sampling_params=None)).cache_salt
+        if kwargs.get("skip") is None:
+            raise TimeoutError
+        return [{"error": "no threshold"} if kwargs["skip"] > 0.5 else {}] * 2
+
 
 def test_hooks_set_salts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Processor, "process_inputs", requests._admitting(Processor.process_inputs))
@@ -112,9 +119,29 @@ def test_hooks_set_salts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert core.preprocess_add_request(SimpleNamespace(cache_salt="ace=x")).cache_salt == "ace=x", "no ACE: as before"
     core.ace_admission = admission(Everything())  # type: ignore[attr-defined]
     assert not core.preprocess_add_request(shared).cache_salt
-    assert requests._next_epoch(core) == 1
+    core._ace_epoch = 1  # type: ignore[attr-defined]
     assert core.preprocess_add_request(shared).cache_salt == "ace#1;0:"
     assert core.preprocess_add_request(own).cache_salt == "ace=0.30;4:mine"
+
+
+def test_a_change_begins_an_epoch_whoever_asks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind it: what a request computed before the change is not read by those that come after. None if it is refused."""
+    monkeypatch.setattr(Core, "preprocess_add_request", requests._in_epochs(Core.preprocess_add_request))
+    monkeypatch.setattr(Core, "collective_rpc", requests._beginning_epochs(Core.collective_rpc))
+    core = Core(SimpleNamespace(additional_config={}))
+    core.ace_admission = admission(Everything())  # type: ignore[attr-defined]
+
+    def salt() -> Any:
+        return core.preprocess_add_request(SimpleNamespace(cache_salt=None, sampling_params=None)).cache_salt
+
+    assert core.collective_rpc("ace_set", kwargs={"skip": 0.7}) and not salt()
+    assert core.collective_rpc("ace_report", kwargs={"skip": 0.3}) == [{}, {}] and not salt()
+    assert core.collective_rpc("ace_set", None, (), {"skip": 0.3}) == [{}, {}]
+    assert not core.between and salt() == "ace#1;0:"
+    assert core.collective_rpc("ace_set", kwargs={"skip": 0.4}) and (core.between, salt()) == ("ace#1;0:", "ace#2;0:")
+    with pytest.raises(TimeoutError):
+        core.collective_rpc("ace_set", kwargs={})
+    assert salt() == "ace#3;0:", "it may have been carried out"
 
 
 def test_a_front_end_that_is_not_hooked(monkeypatch: pytest.MonkeyPatch) -> None:

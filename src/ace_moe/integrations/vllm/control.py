@@ -129,12 +129,6 @@ def set_restore(llm: Any, on: bool) -> Reply:
 
 
 def _change(llm: Any, **wanted: Any) -> Reply:
-    """A new epoch of the prefix cache first: what was cached under the old budget is not read under the new."""
-    core = llm.llm_engine.engine_core
-    if hasattr(core, "engine_core"):  # in this process
-        core.engine_core.ace_epoch()
-    else:
-        core.call_utility("ace_epoch")
     return together(llm.collective_rpc("ace_set", kwargs=wanted))
 
 

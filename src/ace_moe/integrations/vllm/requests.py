@@ -101,7 +101,7 @@ def listen() -> None:
         setattr(InputProcessor, MARK, True)
     if MARK not in vars(EngineCore):
         EngineCore.preprocess_add_request = _in_epochs(EngineCore.preprocess_add_request)
-        EngineCore.ace_epoch = _next_epoch
+        EngineCore.collective_rpc = _beginning_epochs(EngineCore.collective_rpc)
         setattr(EngineCore, MARK, True)
 
 
@@ -148,7 +148,22 @@ def _in_epochs(stock: Callable[..., Any]) -> Callable[..., Any]:
     return preprocess_add_request
 
 
-def _next_epoch(self: Any) -> int:
-    """Called on every engine before its workers' thresholds change."""
-    self._ace_epoch = vars(self).get("_ace_epoch", 0) + 1
-    return self._ace_epoch
+def _beginning_epochs(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """A change of what the workers skip begins an epoch, whoever asks for it; one that is refused begins none.
+
+    Behind the change: a request that came in between is of the old epoch, which none will read from again. Of a new one it
+    would leave what it computed before the change, and all that begin with the same tokens would read that.
+    """
+
+    @wraps(stock)
+    def collective_rpc(self: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
+        refused = False
+        try:
+            replies = stock(self, method, *args, **kwargs)
+            refused = method == "ace_set" and all("error" in reply for reply in replies)
+            return replies
+        finally:
+            if method == "ace_set" and not refused:
+                self._ace_epoch = vars(self).get("_ace_epoch", 0) + 1
+
+    return collective_rpc
