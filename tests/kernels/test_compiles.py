@@ -12,9 +12,7 @@ pytestmark = pytest.mark.long
 pytest.importorskip("triton")
 
 
-@pytest.mark.parametrize(
-    "capability", [90, pytest.param(80, marks=pytest.mark.slow), pytest.param(89, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("capability", [90, *(pytest.param(c, marks=pytest.mark.slow) for c in (80, 89, 120))])
 def test_kernels_compile(capability, tmp_path):
     said = compile_kernels(str(capability), cache=tmp_path)
     assert all(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from kernel_cases import DEVICE
 
 from ace_moe.kernels import attend, decide, experts, gemv, launch, track
 from ace_moe.kernels.activation import SILU, Activation
+from ace_moe.kernels.config import many_tiles
 from ace_moe.kernels.experts import Layout, Weights
 from ace_moe.rule import Form
 
@@ -28,6 +30,23 @@ def test_the_device_of_the_tensors_is_made_the_current_one(monkeypatch: pytest.M
                 pass
         assert seen == entered
     launch._alone.cache_clear()
+
+
+@pytest.mark.parametrize(("bytes_", "wide"), [(232448, True), (101376, False)])
+def test_a_gpu_after_hopper_may_have_less_shared_memory(
+    bytes_: int, wide: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blackwell cards for desktops are of a later capability and fit no tile made for Hopper."""
+    monkeypatch.setattr(launch, "hopper", lambda device: True)
+    given = SimpleNamespace(shared_memory_per_block_optin=bytes_)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: given)
+    launch.roomy.cache_clear()
+    assert launch.roomy(torch.device("cuda:0")) is wide
+    launch.roomy.cache_clear()
+    for slots in (1, 9, 30, 1000):
+        tiles = many_tiles(slots, 2048, 768, torch.bfloat16, wide)
+        up = 2 * tiles.stages_up * (tiles.bm * tiles.bk_up + 2 * tiles.bn_up * tiles.bk_up)
+        assert up <= bytes_
 
 
 def layer(tokens: int) -> tuple[Any, ...]:

@@ -15,7 +15,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from . import many_kernel, one_kernel, sort_kernel
 from .config import Tiles, many_tiles, one_tiles
-from .launch import cdiv, early_start, hopper, on, power_of_two
+from .launch import cdiv, early_start, hopper, on, power_of_two, roomy
 from .layout import Layout, Weights
 
 __all__ = ["ONE", "Layout", "Weights", "run"]
@@ -124,7 +124,7 @@ def _one(x: Tensor, ids: Tensor, gates: Tensor, weights: Weights, mean: Tensor |
 
 def _many(x: Tensor, ids: Tensor, gates: Tensor, weights: Weights, mean: Tensor | None, add: Tensor | None) -> Tensor:
     (tokens, k), (experts, d, m) = ids.shape, weights.shape
-    slots, large, early = tokens * k, hopper(x.device), early_start(x.device)
+    slots, large, early = tokens * k, roomy(x.device), early_start(x.device)
     tiles = _fitting(many_tiles(slots // experts, d, m, x.dtype, large), weights)
     if tokens > 1 and cdiv(slots, tiles.bm) + experts + 3 > GRID:
         adds = (None, None) if add is None else add.chunk(2)

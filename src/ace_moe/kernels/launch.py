@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
+from typing import Any
 
 import torch
 import triton
@@ -22,6 +23,7 @@ def power_of_two(n: int) -> int:
 
 
 HERE = nullcontext()
+ROOM = 232448  # bytes
 
 
 def on(device: torch.device) -> AbstractContextManager[object]:
@@ -40,6 +42,13 @@ def _alone() -> bool:
 def hopper(device: torch.device) -> bool:
     """Whether kernels may start early and a copy engine fetches whole tiles."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+@cache
+def roomy(device: torch.device) -> bool:
+    """Whether a program also has Hopper's shared memory: on Blackwell cards for desktops it has less than half of it."""
+    properties: Any = torch.cuda.get_device_properties(device) if hopper(device) else None
+    return properties is not None and properties.shared_memory_per_block_optin >= ROOM
 
 
 def early_start(device: torch.device) -> dict[str, bool]:
