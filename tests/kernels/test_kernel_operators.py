@@ -4,8 +4,9 @@ import pytest
 import torch
 from kernel_cases import DEVICE, text
 from plain_rule import FORMS, Setting
+from torch._subclasses import FakeTensorMode
 
-from ace_moe.kernels import decide, ops
+from ace_moe.kernels import decide, gemv, ops
 from ace_moe.kernels.routing import TopK
 
 EXPERTS, K, TOKENS = 12, 4, 3
@@ -52,6 +53,22 @@ def test_a_compiled_step_decides_and_counts_the_same(given, operator):
     for calls in (2, 3):
         assert all(torch.equal(a, b) for a, b in zip(compiled(), expected, strict=True))
         assert torch.equal(given["counts"], calls * once)
+
+
+def test_what_a_compiler_is_told_of_results_is_what_they_are():
+    """Of tokens that lie column by column too: results do not."""
+    x = torch.randn(16, 3).t().to(DEVICE)
+    ids, gates = torch.zeros(3, 1, dtype=torch.int64, device=DEVICE), torch.ones(3, 1, device=DEVICE)
+    w_in, w_out = torch.randn(2, 16, 16, device=DEVICE), torch.randn(2, 16, 8, device=DEVICE)
+    calls = (
+        lambda x, ids, gates, *w: [ops.run_experts(x, ids, gates, *w, None, None, True, False, False, 0, 1.0, 0.0)],
+        lambda x, ids, gates, *w: gemv.gemv(x, [w[0][0]], keep=True, scale=w[0][0, 0]),
+    )
+    for call in calls:
+        real = call(x, ids, gates, w_in, w_out)
+        with FakeTensorMode() as mode:
+            told = call(*(mode.from_tensor(t) for t in (x, ids, gates, w_in, w_out)))
+        assert [(t.shape, t.stride(), t.dtype) for t in told] == [(t.shape, t.stride(), t.dtype) for t in real]
 
 
 @pytest.mark.long
