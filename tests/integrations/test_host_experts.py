@@ -9,6 +9,7 @@ import zoo
 from ace_moe import ACE, build_plan
 from ace_moe.decoding import Decoder
 from ace_moe.errors import IntegrationError, OptionError
+from ace_moe.integrations.transformers import host
 from ace_moe.integrations.transformers.experts import HOST
 from ace_moe.integrations.transformers.host import hosted, keep_near, place_experts, settle
 
@@ -49,6 +50,13 @@ def test_busy_experts_move_in():
         ace.reset()
         settle(model, lambda: model(**given))
         assert ace.report()["prefill"]["routed"] == 0
+
+
+def test_what_is_pinned_is_not_pinned_again(monkeypatch):
+    """A second decoder of the same model: each copy would stay until the model is gone."""
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self: True)
+    weight = torch.randn(2, 3, 4)
+    assert host._reachable(weight, torch.device("cuda"), torch.nn.Module()).data_ptr() == weight.data_ptr()
 
 
 def test_what_cannot_be_is_refused():

@@ -66,6 +66,21 @@ def test_a_token_is_normed_turned_and_kept_on_the_way(batch, heads, group, width
         torch.testing.assert_close(kept, cache, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.skipif(DEVICE == "cuda", reason="the cache is a file with holes")
+def test_a_cache_of_more_elements_than_32_bits_count(tmp_path):
+    """Many heads with a long cache each; an offset that has wrapped around lands in the empty half of the file."""
+    far, file = 2**30, tmp_path / "cache"
+    with file.open("wb") as made:
+        made.truncate(2 * (4 * far + 128))
+    flat = torch.from_file(str(file), shared=True, size=4 * far + 128, dtype=torch.float16)
+    cache = flat.as_strided((1, 3, 8, 16), (0, far, 16, 1), 2 * far)
+    cache.copy_(torch.randn(1, 3, 8, 16, generator=torch.Generator().manual_seed(0)))
+    q = torch.randn(1, 3, 1, 16, generator=torch.Generator().manual_seed(1)).half()
+    near = cache.contiguous()
+    wanted = attend(q, near, near, None, workspace(torch.device(DEVICE)), 1.0)
+    assert torch.equal(attend(q, cache, cache, None, workspace(torch.device(DEVICE)), 1.0), wanted)
+
+
 def test_what_is_masked_is_not_read():
     """A static cache holds anything behind its last token, also NaN."""
     k = torch.full((1, 1, 200, 16), torch.nan, device=DEVICE)

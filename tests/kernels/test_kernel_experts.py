@@ -80,6 +80,38 @@ def test_experts_on_odd_shapes(tokens, case):
         torch.testing.assert_close(y.double(), dense(x, routed, gates, weights), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("beside", [False, True])
+def test_more_tiles_than_a_grid_takes(beside, monkeypatch):
+    """A prompt of hundreds of thousands of tokens goes in parts."""
+    weights, (ids, gates) = make_weights(EXPERTS, 20, 12, SILU), random_routing(25, 3, "sum")
+    x, add = (torch.randn(25, 20, generator=torch.Generator().manual_seed(n)).to(DEVICE) for n in (2, 3))
+    given = x, ids, gates, weights, None, add if beside else None
+    whole = experts.run(*given)
+    monkeypatch.setattr(experts, "GRID", EXPERTS + 4)
+    torch.testing.assert_close(experts.run(*given), whole, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("tokens", [2, 9])
+@pytest.mark.parametrize("types", [(torch.float32, torch.float16), (torch.float16, torch.float32)])
+def test_tokens_of_another_type_than_the_weights(tokens, types):
+    """As autocast leaves them: transformers' own product casts them, and its result back."""
+    weights, (ids, gates) = make_weights(EXPERTS, 20, 12, SILU, dtype=types[1]), random_routing(tokens, 3, "sum")
+    x, add = (torch.randn(tokens, 20, generator=torch.Generator().manual_seed(n)).to(DEVICE, types[0]) for n in (2, 3))
+    found = experts.run(x, ids, gates, weights, None, add)
+    assert found.dtype == types[0]
+    wide = replace(weights, w_in=weights.w_in.float(), w_out=weights.w_out.float())
+    torch.testing.assert_close(found.double(), dense(x, ids, gates, wide) + add.double(), rtol=1e-2, atol=1e-2)
+
+
+def test_a_layer_that_is_copied_whole_keeps_its_products_apart():
+    """Of experts without a gate that are as wide as the model both have one shape."""
+    weights = make_weights(EXPERTS, 16, 16, RELU_SQUARED)
+    staged = experts._staged(weights, torch.device(DEVICE))
+    assert torch.equal(staged.w_in, weights.w_in) and torch.equal(staged.w_out, weights.w_out)
+    again = experts._staged(replace(weights, w_in=weights.w_out, w_out=weights.w_in), torch.device(DEVICE))
+    assert again.w_in.data_ptr() == staged.w_in.data_ptr(), "one place for all layers"
+
+
 @pytest.mark.parametrize("k", [1, 2, 5])
 def test_any_number_of_slots_a_token(k):
     """Also fewer than the down product takes at a time, and numbers that are no power of two."""

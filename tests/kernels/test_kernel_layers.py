@@ -1,7 +1,5 @@
 """Layers that decide by kernel, against the same layers in torch; whole models; which layers the kernels run at all."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from kernel_cases import DEVICE
@@ -13,7 +11,7 @@ from ace_moe.errors import IntegrationError
 from ace_moe.integrations.transformers.experts import Kernels, choose_executor, kernels_for
 from ace_moe.kernels import foreign, usable
 from ace_moe.kernels.activation import GELU_TANH, RELU_SQUARED, SILU, SWIGLU_OAI, recognise
-from ace_moe.kernels.launch import hopper, roomy
+from ace_moe.kernels.launch import hopper
 from ace_moe.kernels.routing import TopK, reference
 from ace_moe.policies import POLICIES, make
 from ace_moe.runtime import Layer, row_of
@@ -113,23 +111,14 @@ def another_gpu(monkeypatch):
     def make(hip, capability):
         monkeypatch.setattr(torch.version, "hip", hip)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
-        for cached in (foreign, hopper, roomy):
+        for cached in (foreign, hopper):
             cached.cache_clear()
         return torch.device("cuda:0")
 
     yield make
     monkeypatch.undo()
-    for cached in (foreign, hopper, roomy):
+    for cached in (foreign, hopper):
         cached.cache_clear()
-
-
-@pytest.mark.parametrize(("capability", "memory", "large"), [((9, 0), 233472, True), ((12, 0), 102400, False)])
-def test_an_rtx_card_gets_no_large_tiles(another_gpu, monkeypatch, capability, memory, large):
-    """The newest of them can all that Hopper can, but for the room."""
-    facts = SimpleNamespace(shared_memory_per_multiprocessor=memory)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: facts)
-    device = another_gpu(None, capability)
-    assert hopper(device) and roomy(device) == large
 
 
 @pytest.mark.parametrize(

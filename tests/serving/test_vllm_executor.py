@@ -221,6 +221,23 @@ def test_redirect_may_be_asked_for() -> None:
     assert str(own.layer.chosen) == "redirect" and own.layer.chosen.refused["native"] == "redirect was asked for"  # type: ignore[union-attr]
 
 
+def test_a_kernel_that_was_built_again_is_chosen_for_again() -> None:
+    """Reloading weights builds one: its sum would add rows that were never written."""
+    module, (x, gates, ids) = experts("TritonExperts"), skipped(3)
+    own = executor.Experts(runner(module), layer(), Settings(kernels=False))
+    own(Seen(), x, gates, ids)
+    first = own.layer.chosen
+    own(Seen(), x, gates, ids)
+    assert own.layer.chosen is first
+    built = experts("TritonExperts").quant_method.moe_kernel
+    module.quant_method.moe_kernel = built
+    own(Seen(), x, gates, ids)
+    assert built.fused_experts.moe_sum is executor.aware_sum and str(own.layer.chosen) == "native"
+    module.quant_method.moe_kernel = experts("SomethingNew").quant_method.moe_kernel
+    own(run := Seen(), x, gates, ids)
+    assert str(own.layer.chosen) == "redirect" and (run.ids >= 0).all()
+
+
 def test_our_kernels_up_to_a_number_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """Beyond it the engine's own way; the name in the report says both."""
     from ace_moe.integrations.vllm.kernels import Kernels

@@ -28,6 +28,7 @@ class Old:
 
     def __init__(self, config: Any):
         self.vllm_config, self.seen = config, []  # type: ignore[var-annotated]
+        self.requests = dict.fromkeys("ab")
         self.input_batch = SimpleNamespace(
             req_ids=["a", "b"], num_computed_tokens_cpu=np.array([9, 0, 77]), num_prompt_tokens=np.array([5, 3, 77])
         )
@@ -49,7 +50,7 @@ class New:
 
     def __init__(self, config: Any, batch: Any = None, prompts: Any = None):
         self.vllm_config, self.batch, self.seen = config, batch, []  # type: ignore[var-annotated]
-        self.req_states = SimpleNamespace(prompt_len=SimpleNamespace(np=np.asarray(prompts)))
+        self.req_states = SimpleNamespace(prompt_len=SimpleNamespace(np=np.asarray(prompts)), req_id_to_index={})
 
     def prepare_inputs(self, scheduler_output: Any, state: Any, desc: Any, loras: int) -> Any:
         return self.batch
@@ -136,8 +137,35 @@ def test_requests_with_budgets_of_their_own(own: Any) -> None:
     assert skips.runtime.state.tau[[D, row_of("decode", 1), row_of("decode", 2)]].tolist() == pytest.approx(
         [0.1, 0.2, 0.4]
     )
+    del runner.requests["a"]
     runner._prepare_inputs(scheduled(finished=["a"]), np.array([1, 1]))
     assert at(own, 2) == [D, row_of("prefill", 1)]
+
+
+def test_a_name_that_comes_back_is_another_request(own: Any) -> None:
+    """vLLM: a request that was given up may be sent again under its name, and end and begin in one step."""
+    runner, skips = Old(own.config), own.skipping
+    skips._set = lambda skip, number=0: None
+    runner._prepare_inputs(scheduled([request("a", ace_skip=0.3)]), np.array([1, 1]))
+    runner._prepare_inputs(scheduled([request("a", ace_skip=0.5)], finished=["a"]), np.array([1, 1]))
+    assert at(own, 2) == [row_of("decode", 2), P]
+    runner._prepare_inputs(scheduled([request("a")], finished=["a"]), np.array([1, 1]))
+    assert at(own, 2) == [D, P] and not skips.owned
+
+
+def test_requests_that_ended_in_a_step_without_tokens_are_forgotten(own: Any) -> None:
+    """Such a step is never prepared: the last request of a quiet server ends so."""
+    one = {name: np.ones(1, dtype=np.int32) for name in ("num_scheduled_tokens", "num_computed_tokens_np")}
+    new = New(
+        own.config, batch(req_ids=["b"], idx_mapping_np=np.zeros(1, dtype=np.int64), **one), np.ones(1, dtype=np.int32)
+    )
+    for prepare in (
+        lambda: Old(own.config)._prepare_inputs(scheduled(), np.array([1, 1])),
+        lambda: new.prepare_inputs(scheduled(), None, None, 0),
+    ):
+        own.skipping.owned = {f"gone-{n}": 1 for n in range(3)}
+        prepare()
+        assert not own.skipping.owned
 
 
 def test_second_generation(own: Any) -> None:
@@ -236,7 +264,10 @@ def test_vllm_has_what_is_hooked() -> None:
         assert "is_profile" in [a.arg for a in (*dummy.args, *dummy.kwonlyargs)]
         wanted = ["self", "scheduler_output"] + (["num_scheduled_tokens"] if prepare.startswith("_") else [])
         assert [a.arg for a in methods[prepare].args][: len(wanted)] == wanted
-    assert "compile_or_warm_up_model" in methods_of(root / "gpu_worker.py", "Worker")
+    worker = methods_of(root / "gpu_worker.py", "Worker")
+    assert {"compile_or_warm_up_model", "sleep", "wake_up"} <= set(worker)
+    assert [a.arg for a in worker["wake_up"].args] == ["self", "tags"]
+    assert 'SLEEP_TAGS = frozenset(("weights", "kv_cache"))' in (root.parent / "executor/abstract.py").read_text()
 
 
 @pytest.mark.vllm
@@ -257,5 +288,7 @@ def test_vllm_has_what_is_read() -> None:
     old = (root / "gpu_input_batch.py").read_text()
     for name in ("self.num_prompt_tokens = ", "self.num_computed_tokens_cpu = ", "def req_ids(self)"):
         assert name in old, name
+    assert "self.requests: dict[str, CachedRequestState] = {}" in (root / "gpu_model_runner.py").read_text()
+    assert "self.req_id_to_index: dict[str, int] = {}" in (root / "gpu/states.py").read_text()
     scheduled_output = (root.parent / "core/sched/output.py").read_text()
     assert "    scheduled_spec_decode_tokens: dict[str, list[int]]\n" in scheduled_output

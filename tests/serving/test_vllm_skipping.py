@@ -81,7 +81,7 @@ def test_a_request_that_was_admitted_is_served_under_any_text(
     own = skipping.find(configured(plan=plan.with_thresholds(few).save(tmp_path / "two.safetensors"), policy="share"))
     own.set_skip(0.2, "few.txt")
     request = SimpleNamespace(req_id="1", sampling_params=SimpleNamespace(extra_args={"ace_skip": 0.6}))
-    own.admit(SimpleNamespace(scheduled_new_reqs=[request], finished_req_ids=()))
+    own.admit(SimpleNamespace(scheduled_new_reqs=[request], finished_req_ids=()), ())
     (wanted,) = [t.threshold for t in plan.thresholds if t.budget == 0.6]
     assert own.runtime.state.tau[row_of("decode", own.owned["1"])] == pytest.approx(wanted)
 
@@ -92,6 +92,8 @@ def test_a_request_that_was_admitted_is_served_under_any_text(
         ("vllm_config", "lora_config", object(), "--enable-lora"),
         ("vllm_config", "speculative_config", SimpleNamespace(enable_adaptive_verification=True), "adaptive"),
         ("parallel_config", "enable_dbo", True, "--enable-dbo"),
+        ("parallel_config", "ubatch_size", 2, "--ubatch-size"),
+        ("vllm_config", "cache_config", SimpleNamespace(kv_sharing_fast_prefill=True), "--kv-sharing-fast-prefill"),
         ("parallel_config", "prefill_context_parallel_size", 2, "--prefill-context-parallel-size"),
         ("model_config", "enable_return_routed_experts", True, "--enable-return-routed-experts"),
     ],

@@ -69,7 +69,8 @@ def test_a_budget_the_workers_refuse_ends_it() -> None:
         asked.append(kwargs["skip"])
         return [{"error": "no threshold"}]
 
-    core = SimpleNamespace(scheduler=SimpleNamespace(has_unfinished_requests=lambda: True), collective_rpc=rpc)
+    scheduler = SimpleNamespace(has_unfinished_requests=lambda: True)
+    core = SimpleNamespace(scheduler=scheduler, model_executor=SimpleNamespace(collective_rpc=rpc))
     core._ace_valve_found, core._ace_last = Valve(0.3, 0.7, 1e-9), 0.0
     for _ in range(WINDOW):
         _tick(core, core._ace_valve_found, True)

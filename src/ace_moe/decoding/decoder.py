@@ -221,7 +221,8 @@ class Decoder:
             ):
                 self._warm_up(cache, start)
                 graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph):
+                # a stream of its own: torch keeps the one it made first, on whatever device that was
+                with torch.cuda.graph(graph, stream=torch.cuda.Stream()):
                     self.logits = self._advance(cache)
                 self.graph = graph
         finally:

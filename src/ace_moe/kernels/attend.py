@@ -74,9 +74,9 @@ def _launch(
             q, k, v, q if mask is None else mask, *token, parts, tops, totals, arrived, y, scale * math.log2(math.e), eps,
             positions, heads, step, q.stride(0), q_head, k.stride(0), k.stride(1), k.stride(2), v.stride(0), v.stride(1),
             v.stride(2), 0 if mask is None else mask.stride(0), *steps, G=group, GP=max(16, power_of_two(group)),
-            JP=power_of_two(group), D=width, DP=max(16, power_of_two(width)), BS=tile, SPLITS=splits,
-            MASKED=mask is not None, SHORT=kind["TOKEN"] and step == tile, **kind, num_warps=8 if width >= 64 else 4,
-            num_stages=2, **early_start(q.device),
+            JP=power_of_two(group), D=width, DP=max(16, power_of_two(width)), BS=tile, SPLITS=splits, MASKED=mask is not None,
+            SHORT=kind["TOKEN"] and step == tile, **kind, num_warps=8 if width >= 64 else 4, num_stages=2,
+            **early_start(q.device),
         )  # fmt: skip
     return y
 

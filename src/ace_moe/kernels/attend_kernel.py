@@ -151,8 +151,8 @@ def attend(
     g, dim = tl.arange(0, GP), tl.arange(0, DP)
     inside = (g < G)[:, None] & (dim < D)[None, :]
     begin, end = split * step, tl.minimum(S, (split + 1) * step)
-    keys = k + b.to(tl.int64) * k_seq + h * k_head
-    values = v + b.to(tl.int64) * v_seq + h * v_head
+    keys = k + b.to(tl.int64) * k_seq + h.to(tl.int64) * k_head
+    values = v + b.to(tl.int64) * v_seq + h.to(tl.int64) * v_head
     mask += b * mask_seq
     own = tl.load(place) if TOKEN else -1
     if EARLY and not TOKEN:

@@ -78,15 +78,17 @@ def launch_rule(
     *votes, vote = _vote(voting, tau, power_of_two(tokens) * padded)
     small = min(8, power_of_two(tokens), max(1, 64 // padded))  # short programs in decode
     block = power_of_two(tokens) if vote == 1 else small if tokens <= 256 else max(1, 512 // padded)
-    if tokens:
+    if not tokens:
+        return new_ids, new_gates
+    with on(ids.device):
         rule_kernel.decide[(cdiv(tokens, block),)](
             ids, gates, rows, tau, *_views(tables, tau), factor, counts, *votes, new_ids, new_gates, tokens, mark,
             K=k, KP=padded, BT=block, VOTE=vote, **constants(rule),
             num_warps=4 if tokens > 256 or vote == 1 else 1,
         )  # fmt: skip
-    if vote < 2:
-        return new_ids, new_gates
-    return _second(new_ids, new_gates, rows, factor, counts, voting, mark, experts, rule)
+        if vote == 2:
+            return _second(new_ids, new_gates, rows, factor, counts, voting, mark, experts, rule)
+    return new_ids, new_gates
 
 
 def launch_route(
@@ -103,7 +105,9 @@ def launch_route(
     *votes, vote = _vote(voting, tau, power_of_two(tokens) * power_of_two(top_k))
     vectors = [tau if vector is None else vector.contiguous() for vector in (bias, scale)]
     block = power_of_two(tokens) if vote == 1 else 1 if tokens <= 64 else 16
-    if tokens:
+    if not tokens:
+        return ids, gates
+    with on(logits.device):
         route_kernel.route[(cdiv(tokens, block),)](
             logits, *vectors, rows, tau, *_views(tables, tau), factor,
             counts, *votes, ids, gates, tokens, experts, logits.stride(0), mark, K=top_k, KP=power_of_two(top_k),
@@ -111,7 +115,9 @@ def launch_route(
             SCALE=scale is not None, TIMES=times, VOTE=vote, **constants(rule), **early_start(logits.device),
             num_warps=block if vote == 1 else 1 if block == 1 else 4,
         )  # fmt: skip
-    return _second(ids, gates, rows, factor, counts, voting, mark, experts, rule) if vote == 2 else (ids, gates)
+        if vote == 2:
+            return _second(ids, gates, rows, factor, counts, voting, mark, experts, rule)
+    return ids, gates
 
 
 def _second(
@@ -145,8 +151,7 @@ def rule(
     ids: Tensor, gates: Tensor, rows: Tensor, tau: Tensor, factor: Tensor, tables: list[Tensor], counts: Tensor, mark: int,
     rule: str, voting: list[Tensor], experts: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    with on(ids.device):
-        return launch_rule(ids, gates, rows, tau, factor, tables, counts, mark, rule, voting, experts)
+    return launch_rule(ids, gates, rows, tau, factor, tables, counts, mark, rule, voting, experts)
 
 
 @rule.register_fake
@@ -162,8 +167,7 @@ def route(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     kind = (top_k, sigmoid, normalise, times)
     given = (logits, rows, tau, factor, tables, counts, mark, rule)
-    with on(logits.device):
-        return launch_route(*given, *kind, dtype, ids_dtype, voting, bias, scale)
+    return launch_route(*given, *kind, dtype, ids_dtype, voting, bias, scale)
 
 
 @route.register_fake

@@ -15,7 +15,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from . import many_kernel, one_kernel, sort_kernel
 from .config import Tiles, many_tiles, one_tiles
-from .launch import cdiv, early_start, hopper, power_of_two, roomy
+from .launch import cdiv, early_start, hopper, on, power_of_two, roomy
 from .layout import Layout, Weights
 
 __all__ = ["ONE", "Layout", "Weights", "run"]
@@ -24,6 +24,7 @@ ONE = 4  # tokens up to which a product per slot is fastest
 SORTED = 1024  # slots up to which one program sorts them
 STAGED = 8  # slots per expert from which a layer in host memory is copied whole: tiles would read experts repeatedly
 BULK: bool | None = None  # whether the copy engine fetches weights; None: where there is one
+GRID = 65535  # programs a GPU takes in the second dimension
 # whether few tokens run side by side, so that an expert two of them need is read once; None: where there are two
 BESIDE: bool | None = None
 
@@ -34,25 +35,30 @@ def run(
     """The experts of one layer, plus `add` [T, d]; with mean [E, d] a slot coded −2 − e adds its gate times mean[e]."""
     if x.shape[0] == 0:
         return torch.empty_like(x)
+    if x.dtype != weights.w_in.dtype and weights.layout.block is None:  # autocast; FP8 weights are widened to any
+        found = run(x.to(weights.w_in.dtype), ids, gates, weights, mean).to(x.dtype)
+        return found if add is None else found + add
     x, ids, gates = x.contiguous(), ids.contiguous(), gates.contiguous()
     add = None if add is None else add.contiguous()
     if weights.w_in.device != x.device and ids.numel() >= STAGED * weights.shape[0]:
         weights = _staged(weights, x.device)
-    if x.shape[0] <= ONE and not weights.layout.transposed:  # transposed rows are not contiguous
-        return _one(x, ids, gates, weights, mean, add)
-    return _many(x, ids, gates, weights, mean, add)
+    few = x.shape[0] <= ONE and not weights.layout.transposed  # transposed rows are not contiguous
+    with on(x.device):
+        return (_one if few else _many)(x, ids, gates, weights, mean, add)
 
 
 def _staged(weights: Weights, device: torch.device) -> Weights:
     """A layer's weights copied to the GPU, where the next layer's will follow them."""
     w_in, w_out = (
-        _scratch(w.shape, w.dtype, device).copy_(w, non_blocking=True) for w in (weights.w_in, weights.w_out)
+        _scratch(product, w.shape, w.dtype, device).copy_(w, non_blocking=True)
+        for product, w in (("up", weights.w_in), ("down", weights.w_out))
     )
     return replace(weights, w_in=w_in, w_out=w_out, near=None)
 
 
 @lru_cache(maxsize=4)
-def _scratch(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+def _scratch(product: str, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Experts without a gate that are as wide as the model have two products of one shape."""
     return torch.empty(shape, dtype=dtype, device=device)
 
 
@@ -120,6 +126,10 @@ def _many(x: Tensor, ids: Tensor, gates: Tensor, weights: Weights, mean: Tensor 
     (tokens, k), (experts, d, m) = ids.shape, weights.shape
     slots, large, early = tokens * k, roomy(x.device), early_start(x.device)
     tiles = _fitting(many_tiles(slots // experts, d, m, x.dtype, large), weights)
+    if tokens > 1 and cdiv(slots, tiles.bm) + experts + 3 > GRID:
+        adds = (None, None) if add is None else add.chunk(2)
+        halves = zip(x.chunk(2), ids.chunk(2), gates.chunk(2), adds, strict=True)
+        return torch.cat([_many(*half[:3], weights, mean, half[3]) for half in halves])
     where = _sorted(ids, experts, tiles.bm)
     h = torch.empty(slots, m, dtype=x.dtype, device=x.device)
     parts = torch.empty(slots, d, dtype=x.dtype, device=x.device)

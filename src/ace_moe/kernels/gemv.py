@@ -82,4 +82,4 @@ def gemv(
 
 @gemv.register_fake
 def _(x, weights, scale=None, eps=0.0, plus=False, rounded=False, keep=False, add=None):
-    return x.new_empty(x.shape[0] * sum(w.shape[0] for w in weights)), torch.empty_like(x) if keep else x.new_empty(0)
+    return x.new_empty(x.shape[0] * sum(w.shape[0] for w in weights)), x.new_empty(x.shape) if keep else x.new_empty(0)

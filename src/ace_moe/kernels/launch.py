@@ -5,14 +5,13 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
 from . import usable
-
-LARGE = 228 * 1024  # bytes
 
 
 def cdiv(a: int, b: int) -> int:
@@ -25,11 +24,20 @@ def power_of_two(n: int) -> int:
     return 1 << max(0, n - 1).bit_length()
 
 
+HERE = nullcontext()
+ROOM = 232448  # bytes
+
+
 def on(device: torch.device) -> AbstractContextManager[object]:
-    """Inside, kernels go to this GPU: Triton takes the current one, and layers of a model may lie on several."""
-    if device.type != "cuda" or device.index == torch.cuda.current_device():
-        return nullcontext()
+    """Triton launches on the current device, wherever its tensors are: layers of a model that is spread out are on others."""
+    if device.type != "cuda" or _alone() or device.index == torch.cuda.current_device():
+        return HERE
     return torch.cuda.device(device)
+
+
+@cache
+def _alone() -> bool:
+    return torch.cuda.device_count() < 2
 
 
 @cache
@@ -40,8 +48,9 @@ def hopper(device: torch.device) -> bool:
 
 @cache
 def roomy(device: torch.device) -> bool:
-    """Whether a program has the shared memory that large tiles need: data centres' Hopper and Blackwell, no RTX card."""
-    return hopper(device) and torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor >= LARGE
+    """Whether a program also has Hopper's shared memory: on Blackwell cards for desktops it has less than half of it."""
+    properties: Any = torch.cuda.get_device_properties(device) if hopper(device) else None
+    return getattr(properties, "shared_memory_per_block_optin", 0) >= ROOM
 
 
 def early_start(device: torch.device) -> dict[str, bool]:

@@ -119,9 +119,14 @@ def _products(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _reachable(weight: Tensor, device: torch.device, module: nn.Module) -> Tensor:
-    """A copy in host memory that the GPU can read. Pinned to the byte: torch's own allocator rounds up to a power of two."""
+    """A copy in host memory that the GPU can read, or the weight itself where it can: a second decoder would pin all again.
+
+    Pinned to the byte: torch's own allocator rounds up to a power of two.
+    """
     if device.type != "cuda":
         return weight.detach().cpu()
+    if weight.device.type == "cpu" and weight.is_pinned():
+        return weight.detach()
     raw = torch.empty(weight.nbytes + 2 * PAGE, dtype=torch.uint8)
     start, size = -raw.data_ptr() % PAGE, -(-weight.nbytes // PAGE) * PAGE
     address, runtime = raw.data_ptr() + start, torch.cuda.cudart()

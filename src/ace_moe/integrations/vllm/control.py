@@ -11,6 +11,7 @@ from ...runtime.settings import Skip
 from .skipping import Skipping, find
 
 OFF = "Skipping is not configured in this server. Start it with `ace serve`, or with an `ace` part in --additional-config."
+ASLEEP = "The engine sleeps: wake it up first, then change what it skips."
 NOTICES = "notices"  # in a reply: what a budget is that was asked for, such as interpolated
 Reply = dict[str, Any]
 
@@ -37,8 +38,8 @@ class AceWorker:
     ) -> Reply:
         """All of it or nothing: counters are reset once the budget is known to be one. Notices come with the reply."""
         skipping = find(self.vllm_config)
-        if skipping is None:
-            return {"error": OFF}
+        if skipping is None or skipping.asleep is not None:
+            return {"error": OFF if skipping is None else ASLEEP}
         try:
             with warnings.catch_warnings(record=True) as noted:
                 warnings.simplefilter("always")
@@ -51,8 +52,8 @@ class AceWorker:
 
     def ace_reset(self) -> Reply:
         skipping = find(self.vllm_config)
-        if skipping is None:
-            return {"error": OFF}
+        if skipping is None or skipping.asleep is not None:
+            return {"error": OFF if skipping is None else ASLEEP}
         skipping.reset()
         return self.ace_report()
 
@@ -128,12 +129,6 @@ def set_restore(llm: Any, on: bool) -> Reply:
 
 
 def _change(llm: Any, **wanted: Any) -> Reply:
-    """A new epoch of the prefix cache first: what was cached under the old budget is not read under the new."""
-    core = llm.llm_engine.engine_core
-    if hasattr(core, "engine_core"):  # in this process
-        core.engine_core.ace_epoch()
-    else:
-        core.call_utility("ace_epoch")
     return together(llm.collective_rpc("ace_set", kwargs=wanted))
 
 

@@ -86,23 +86,23 @@ class Experts:
 
     def __init__(self, runner: Any, layer: Layer, settings: Settings):
         self.runner, self.experts, self.layer, self.settings = runner, runner.routed_experts, layer, settings
+        self.kernel: Any = None  # the one that was chosen for
 
     def __call__(self, run: Run, x: Tensor, gates: Tensor, ids: Tensor, **shared: Any) -> Tensor:
         """x [T, d], gates and ids [T, k] with −1 at skipped slots → [T, d]."""
-        if self.layer.chosen is None:
-            self.choose()
+        self.choose()
         return self.layer.chosen.executor(run, x, gates, ids, **shared)  # type: ignore[union-attr]
 
     def choose(self) -> None:
-        """By the kernel vLLM has built; once."""
-        if self.layer.chosen is not None:
+        """By the kernel vLLM has built; again where it has built another, as it does when weights are reloaded."""
+        kernel, settings = kernel_of(self.experts), self.settings
+        if self.layer.chosen is not None and kernel is self.kernel:
             return
         refuse_monolithic(self.experts)
         refuse_gathered(self.runner)
-        kernel, settings = kernel_of(self.experts), self.settings
         offers = theirs_of(self.experts, kernel, untried=settings.executor == "native")
         theirs = choose(offers, settings.executor, self.experts.layer_name)
-        self.layer.chosen = self._with_ours(kernel, theirs)
+        self.layer.chosen, self.kernel = self._with_ours(kernel, theirs), kernel
         if isinstance(theirs.executor, Native):
             make_sums_aware(kernel)
             if settings.routing == "fused":

@@ -142,13 +142,6 @@ def _utility(client: Any) -> Any:
     return getattr(getattr(client, "engine_core", None), "call_utility_all_async", None)
 
 
-async def _change(scope: Any, wanted: dict[str, Any]) -> dict[str, Any]:
-    """A new epoch of the prefix cache first: what was cached under the old budget is not read under the new."""
-    if (every := _utility(scope["app"].state.engine_client)) is not None:
-        await asyncio.wait_for(every("ace_epoch"), PATIENCE)
-    return await ask(scope, "ace_set", **wanted)
-
-
 async def ask(scope: Any, method: str, **arguments: Any) -> dict[str, Any]:
     """One answer from all workers."""
     return together(await _replies(scope, method, **arguments))
@@ -189,7 +182,7 @@ async def _handled(scope: Any, receive: Any) -> dict[str, Any]:
     wanted = _wanted(await _body(scope, receive))
     if set(wanted) == {"reset"}:
         return await ask(scope, "ace_reset")
-    return await _change(scope, wanted)
+    return await ask(scope, "ace_set", **wanted)
 
 
 def _wanted(body: bytes) -> dict[str, Any]:

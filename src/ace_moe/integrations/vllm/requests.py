@@ -48,9 +48,9 @@ def _number(value: object) -> float:
 class Admission:
     """Whether the engine can serve a request's budget, known before anything is scheduled."""
 
-    def __init__(self, vllm_config: Any, settings: Settings):
+    def __init__(self, vllm_config: Any, settings: Settings, alone: bool = False):
         self.settings, self.model = settings, vllm_config.model_config.model
-        servers = max(1, getattr(vllm_config.parallel_config, "_api_process_count", 1) or 1)
+        servers = 1 if alone else max(1, getattr(vllm_config.parallel_config, "_api_process_count", 1) or 1)
         self.most = max(1, (BUDGETS - 1) // servers)  # each front end knows only the requests it admits
         self.known: set[Budget] = set()
         self._opened: tuple[Any, Any] | None = None
@@ -71,14 +71,15 @@ class Admission:
         return budget
 
 
-def admission_of(processor: Any) -> Admission | None:
-    """The admission of a front end, made at its first request; None for an engine without ACE."""
+def admission_of(processor: Any, alone: bool = False) -> Admission | None:
+    """The admission of a front end, or of an engine core (`alone`: it sees every request), made at its first request; None
+    without ACE."""
     found = vars(processor).get("ace_admission")
     if found is None:
         settings = settings_of(processor.vllm_config)
         if settings is None:
             return None
-        found = processor.ace_admission = Admission(processor.vllm_config, settings)
+        found = processor.ace_admission = Admission(processor.vllm_config, settings, alone)
     return found
 
 
@@ -100,7 +101,7 @@ def listen() -> None:
         setattr(InputProcessor, MARK, True)
     if MARK not in vars(EngineCore):
         EngineCore.preprocess_add_request = _in_epochs(EngineCore.preprocess_add_request)
-        EngineCore.ace_epoch = _next_epoch
+        EngineCore.collective_rpc = _beginning_epochs(EngineCore.collective_rpc)
         setattr(EngineCore, MARK, True)
 
 
@@ -127,19 +128,42 @@ def _checked(admission: Admission, params: Any) -> Budget | None:
 
 
 def _in_epochs(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """Requests under the server's own budget: what was cached before it was changed is not theirs."""
+    """Requests under the server's own budget: what was cached before it was changed is not theirs.
+
+    Not every front end is ours to hook (vLLM's in Rust): what a request asks for is looked at here again. An error is this
+    request's alone; in the middle of a step it would end the engine.
+    """
 
     @wraps(stock)
     def preprocess_add_request(self: Any, request: Any) -> Any:
-        epoch = vars(self).get("_ace_epoch", 0)
-        if epoch and not (request.cache_salt or "").startswith("ace="):
-            request.cache_salt = salted(f"ace#{epoch}", request.cache_salt)
+        admission, salt = admission_of(self, alone=True), request.cache_salt or ""
+        budget = None if admission is None else admission.check(request.sampling_params)
+        own, epoch = f"ace={budget}", vars(self).get("_ace_epoch", 0)
+        if budget is not None:
+            request.cache_salt = salt if salt.startswith(f"{own};") else salted(own, salt)
+        elif admission is not None and (epoch or salt.startswith("ace")):  # a user's own salt may look like one of ours
+            request.cache_salt = salted(f"ace#{epoch}", salt)
         return stock(self, request)
 
     return preprocess_add_request
 
 
-def _next_epoch(self: Any) -> int:
-    """Called on every engine before its workers' thresholds change."""
-    self._ace_epoch = vars(self).get("_ace_epoch", 0) + 1
-    return self._ace_epoch
+def _beginning_epochs(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """A change of what the workers skip begins an epoch, whoever asks for it; one that is refused begins none.
+
+    Behind the change: a request that came in between is of the old epoch, which none will read from again. Of a new one it
+    would leave what it computed before the change, and all that begin with the same tokens would read that.
+    """
+
+    @wraps(stock)
+    def collective_rpc(self: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
+        refused = False
+        try:
+            replies = stock(self, method, *args, **kwargs)
+            refused = method == "ace_set" and all("error" in reply for reply in replies)
+            return replies
+        finally:
+            if method == "ace_set" and not refused:
+                self._ace_epoch = vars(self).get("_ace_epoch", 0) + 1
+
+    return collective_rpc

@@ -8,7 +8,7 @@ scheduled; kernels inside the graph read them there. A steady decode writes noth
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from functools import wraps
 from typing import Any, NamedTuple
 
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ...errors import IntegrationError
 from ...runtime.rows import PADDING, row_of
+from .asleep import hook_sleep
 
 PREFILL, DECODE, VERIFY = (row_of(phase) for phase in ("prefill", "decode", "verify"))
 KINDS = np.array([PREFILL, DECODE, VERIFY], dtype=np.int8)
@@ -163,6 +164,7 @@ def listen(find: Callable[[Any], Any]) -> None:
     from vllm.v1.worker import gpu_model_runner, gpu_worker
 
     _hook_worker(gpu_worker.Worker, find)
+    hook_sleep(gpu_worker.Worker, find)
     _hook(gpu_model_runner.GPUModelRunner, "_prepare_inputs", step_v1, find)
     try:
         from vllm.v1.worker.gpu import model_runner
@@ -172,6 +174,11 @@ def listen(find: Callable[[Any], Any]) -> None:
 
 
 Owned = Mapping[str, int]  # requests with budgets of their own, and the budget's number
+
+
+def alive(runner: Any) -> Container[str]:
+    """The requests a runner knows; the newer one drops what is preempted, which it is told of again as new."""
+    return runner.req_states.req_id_to_index if hasattr(runner, "req_states") else runner.requests
 
 
 def numbers(requests: Sequence[str], owned: Owned) -> np.ndarray | None:
@@ -210,7 +217,7 @@ def _hook(cls: type, prepare: str, step: Callable[..., Step], find: Callable[[An
         skipping = find(self.vllm_config)
         if skipping is not None:
             scheduled = kwargs["scheduler_output"] if "scheduler_output" in kwargs else args[0]
-            skipping.admit(scheduled)
+            skipping.admit(scheduled, alive(self))
             now = step(self, args, kwargs, result, skipping.owned)
             if skipping.tracing is not None:
                 skipping.trace(now, self, result)

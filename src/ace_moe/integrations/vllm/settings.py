@@ -26,6 +26,8 @@ logger = logging.getLogger("vllm.ace_moe")
 REFUSED = {
     "--enable-lora": "LoRA aligns all routed slots itself",
     "--enable-dbo": "dual batch overlap splits a step in two",
+    "--ubatch-size": "microbatches are parts of a step, and what each token is goes by its place in the whole",
+    "--kv-sharing-fast-prefill": "the last layers are given a prompt's last token alone, and cannot tell which it is",
     "--enable-return-routed-experts": "it stores ids in unsigned bytes, where a skipped slot has none",
 }
 EXECUTORS = ("auto", "native", "redirect")  # native: also what was read in vLLM's source and not tried on a GPU

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from ...runtime.rows import BUDGETS, Budget
 from ...runtime.settings import Skip, check_threshold
 from ...runtime.tracking import look_up
 from . import KEY
+from .asleep import Asleep
 from .requests import asked
 from .rows import Rows, Share, Step, listen
 from .settings import REFUSED, Settings, batch_invariant, check_content, logger, unknown_vllm
@@ -84,6 +86,7 @@ class Skipping:
         self.budgets: list[Budget] = []  # of requests; number 0 is the server's
         self.tracing = tracing_of(vllm_config, settings, plan.fingerprint, self.device)
         self.later: list[Callable[[], None]] = []  # what waits for vLLM's kernels: executors are chosen then
+        self.asleep: Asleep | None = None
         self.set_skip(settings.skip)
         logger.info("ACE: policy %s", json.dumps(policy.settings))
 
@@ -198,14 +201,20 @@ class Skipping:
         tau, targets = look_up(self.runtime.plan, self.policy, skip, workload, self.settings.control)
         self.runtime.set(tau, number, targets)
 
-    def admit(self, scheduled: Any) -> None:
-        """Requests of a step with budgets of their own; all ranks see the same, in the same order."""
+    def admit(self, scheduled: Any, alive: Container[str]) -> None:
+        """Requests of a step with budgets of their own, of those the runner knows; all ranks see the same, in the same order.
+
+        Not by what a step says has ended: a step without tokens says so too and is never prepared, and the name of one that
+        was given up may come back in the same step.
+        """
+        for request in [r for r in self.owned if r not in alive]:
+            del self.owned[request]
         for new in scheduled.scheduled_new_reqs:  # a preempted one may come as new again
             budget = asked(new.sampling_params)
             if budget is not None:
                 self.owned[new.req_id] = self._number(budget)
-        for request in scheduled.finished_req_ids if self.owned else ():
-            self.owned.pop(request, None)
+            else:
+                self.owned.pop(new.req_id, None)
 
     def _number(self, budget: Budget) -> int:
         if budget not in self.budgets:
@@ -227,7 +236,18 @@ class Skipping:
     def reset(self) -> None:
         self.runtime.reset()
 
-    def part(self, **place: int) -> Part:
+    def lie_down(self) -> None:
+        """The engine is about to sleep."""
+        self.asleep = self.asleep or Asleep(self.part(), (self.rows.buffer, *self.runtime.tensors()))
+
+    def get_up(self, tags: Sequence[str] | None) -> None:
+        """Some of its memory, or all, is there again."""
+        if self.asleep is not None and self.asleep.wakes(tags):
+            self.asleep = None
+
+    def part(self, **place: Any) -> Part:
+        if self.asleep is not None:
+            return replace(self.asleep.part, **place)
         if self.tracing is not None:  # nobody waits for the last step of a busy hour
             self.tracing.flush()
             self.tracing.save()
@@ -246,10 +266,12 @@ def restores(wanted: bool | None) -> bool:
 
 def refuse_unsupported(vllm_config: Any, traced: bool = False) -> None:
     """Options of vLLM under which skipping would be wrong or silent."""
-    parallel = vllm_config.parallel_config
+    parallel, cache = vllm_config.parallel_config, getattr(vllm_config, "cache_config", None)
     switches = {
         "--enable-lora": vllm_config.lora_config is not None,
         "--enable-dbo": getattr(parallel, "enable_dbo", False),
+        "--ubatch-size": getattr(parallel, "ubatch_size", 0) > 1,
+        "--kv-sharing-fast-prefill": getattr(cache, "kv_sharing_fast_prefill", False),
         "--enable-return-routed-experts": getattr(vllm_config.model_config, "enable_return_routed_experts", False),
     }
     reasons = (

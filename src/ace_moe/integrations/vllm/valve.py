@@ -94,7 +94,8 @@ def _tick(core: Any, valve: Valve, results: bool) -> None:
     if results:
         core._ace_last = now if core.scheduler.has_unfinished_requests() else None
         if before is not None and (budget := valve.step(now - before)) is not None:
-            replies = core.collective_rpc("ace_set", kwargs={"skip": budget})
+            # not by the core's own, which begins an epoch of the prefix cache
+            replies = core.model_executor.collective_rpc("ace_set", kwargs={"skip": budget})
             if refused := [reply["error"] for reply in replies if "error" in reply]:
                 core._ace_valve_found = None
                 logger.error("ACE: the budget stays where it is under load: %s", refused[0])
