@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any, TypeGuard
 
 import torch
@@ -22,7 +23,6 @@ from ..planning.passes import Counted, Passes, attached, observe
 from ..policies import Decision, Policy, Routing, TokenPolicy
 from ..provenance import provenance
 from ..runtime import Runtime
-from ..runtime.layer import Observer
 from ..runtime.report import ratio
 from ..scoring import Score, predict, score
 from ..text import Windows
@@ -154,16 +154,14 @@ def by_quantile(policy: Policy) -> TypeGuard[TokenPolicy]:
 def _by_expert(runtime: Runtime) -> Iterator[dict[str, Tensor]]:
     """Routed and executed slots by expert, [2, E + 1] for each layer; they grow inside, without a host sync."""
     counted = {key: layer.counts.new_zeros(2, layer.mark + 1) for key, layer in runtime.layers.items()}
-    with runtime.observed(lambda key: _adder(counted[key], runtime.layers[key].mark)):
+
+    def add(key: str, routing: Routing, protected: Tensor | None, decision: Decision) -> None:
+        ran = torch.where(decision.keep, decision.ids, runtime.layers[key].mark)
+        both = torch.stack([routing.ids, ran]).flatten(1).long()
+        counted[key].scatter_add_(1, both, torch.ones_like(both))
+
+    with runtime.observed(lambda key: partial(add, key)):
         yield counted
-
-
-def _adder(counts: Tensor, mark: int) -> Observer:
-    def add(routing: Routing, protected: Tensor | None, decision: Decision) -> None:
-        both = torch.stack([routing.ids, torch.where(decision.keep, decision.ids, mark)]).flatten(1).long()
-        counts.scatter_add_(1, both, torch.ones_like(both))
-
-    return add
 
 
 def _ratios(counted: Tensor) -> list[float | None]:

@@ -20,7 +20,6 @@ from ..integrations.transformers import Attachment
 from ..plan import Plan
 from ..policies import Decision, Policy, Routing, TokenPolicy
 from ..runtime import Runtime
-from ..runtime.layer import Observer
 from ..scoring import predict
 from ..statistics import token_interval
 from ..text import Windows, windows_of
@@ -180,12 +179,9 @@ def observe(
             for other in beside.values():
                 other.add(key, layer.mark, layer.counts.device)
 
-        def make(key: str) -> Observer:
-            def observer(routing: Routing, protected: Tensor | None, decision: Decision) -> None:
-                for method, other in beside.items():
-                    seen[method].add(other.layers[key].protected(routing), routing.token_mask)
+        def see(key: str, routing: Routing, protected: Tensor | None, decision: Decision) -> None:
+            for method, other in beside.items():
+                seen[method].add(other.layers[key].protected(routing), routing.token_mask)
 
-            return observer
-
-        with runtime.observed(make):
+        with runtime.observed(lambda key: partial(see, key)):
             return read(), seen
