@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .. import rule
-from ..errors import BudgetError, OptionError, PolicyError, TraceError
+from ..errors import OptionError, PolicyError, TraceError, out_of_reach
 from ..plan import Plan
 from ..planning.mapping import Histogram
 from ..policies import Policy, Routing, TokenPolicy
@@ -58,10 +58,7 @@ class Simulation:
         """τ by quantile on the whole trace."""
         check_budget(skip, self.trace.top_k, self.min_active)
         if skip > self.seen.limit:
-            raise BudgetError(
-                f"A budget of {skip:.1%} cannot be met: the safeguards protect all but {self.seen.limit:.1%} of the slots of "
-                "this trace. Lower the budget, min_active or min_mass."
-            )
+            raise out_of_reach(skip, self.seen.limit, "of this trace")
         return self.seen.threshold(skip)
 
     def ratio(self, threshold: float) -> float:
