@@ -18,12 +18,12 @@ from ..errors import AceError, ModelError, OptionError, PlanError
 from ..plan import Plan, missing_table
 from ..planning.mapping import Fit, Histogram
 from ..planning.recipe import fit_budgets, prepare
-from ..policies import PRESETS, Policy, find
+from ..policies import Policy
 from ..runtime.settings import check_budget
 from ..scoring import Score
 from ..statistics import perplexity_change, perplexity_interval, relative_change, token_interval
 from ..tables.build import add_tables
-from .grid import Grid, Key, parse_method
+from .grid import Grid, Key, class_of
 from .oracle import by_expert, table_correlation
 from .store import begin_run, open_results, write_json
 from .subject import Outcome, Recorder, Subject, by_quantile, dense_pass, identity_of
@@ -65,8 +65,7 @@ def commands(before: str | None, now: str) -> str:
 
 def is_reference(method: str) -> bool:
     """Whether the method looks at every expert's output: it saves nothing and shows what a perfect score could reach."""
-    name, _ = parse_method(method)
-    return name not in PRESETS and bool(find(name).needs_norms)
+    return bool(class_of(method).needs_norms)
 
 
 def identity(subject: Subject, grid: Grid) -> Results:
