@@ -14,7 +14,7 @@ import typer
 import typer.core
 
 from .. import progress
-from ..errors import AceError, BudgetError, brief
+from ..errors import AceError, BudgetError, OptionError, brief
 from ..version import __version__
 from .options import option
 from .show import print_line
@@ -212,6 +212,12 @@ def check_texts(texts: Iterable[Path], window: int, tokens: int | None, batch: i
     check_sizes(window, tokens, batch)
     for text in texts:
         read_text(text)
+
+
+def check_plan(plan: Path | None, skip: float) -> None:
+    """Without a plan nothing can be skipped."""
+    if skip and plan is None:
+        raise OptionError(f"Skipping {skip:.0%} needs a plan: give one with --plan, made by `ace tables`.")
 
 
 def made_of(*files: Path | None) -> dict[str, str]:

@@ -159,13 +159,12 @@ def tables(
 
 
 def _in_parts(job: Job, as_json: bool) -> Plan | None:
-    """The plan, saved; None where layers are left to others, whose files then come into the same folder."""
+    """The plan; None where layers are left to others, whose files then come into the same folder."""
     from ..tables.parts import Parts
     from ..tables.work import build_in_parts
 
     plan, missing = build_in_parts(job, say=note)
     if plan is not None:
-        plan.save(job.output)
         return plan
     folder, keys = Parts(job.output).folder, [site.key for site in missing]
     if as_json:
