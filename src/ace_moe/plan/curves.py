@@ -64,8 +64,7 @@ class Curve:
             return self._middle(at)
         if taus[at] - taus[at - 1] <= 1.5 * BIN:
             return self._middle(at if ratios[at] - budget < budget - ratios[at - 1] else at - 1)
-        share = (budget - ratios[at - 1]) / (ratios[at] - ratios[at - 1])
-        return round((taus[at - 1] + share * (taus[at] - taus[at - 1])) / BIN) * BIN
+        return round(on_line(ratios, taus, budget) / BIN) * BIN
 
     def _middle(self, at: int) -> float:
         taus, ratios = self._lists
@@ -77,7 +76,7 @@ class Curve:
 
 
 def on_line(xs: Sequence[float], ys: Sequence[float], x: float) -> float:
-    """y on the line through the points, of which x rises; beyond its ends the ends."""
+    """y on the line through the points, whose x never falls; beyond its ends the ends."""
     at = bisect_left(xs, x)
     if at == 0 or at == len(xs):
         return ys[min(at, len(xs) - 1)]
