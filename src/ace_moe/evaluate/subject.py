@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any, TypeGuard
@@ -24,7 +24,7 @@ from ..policies import Decision, Policy, Routing, TokenPolicy
 from ..provenance import provenance
 from ..runtime import Runtime
 from ..runtime.report import ratio
-from ..scoring import Score, predict, score
+from ..scoring import Score, score
 from ..text import Windows
 
 
@@ -39,11 +39,9 @@ class Subject:
     calibration: Windows | None = None  # text for the policies that need one
     reference: Reference = field(default_factory=Reference)  # the unskipped model's predictions
 
-    @contextmanager
-    def under(self, policy: Policy, plan: Plan | None = None) -> Iterator[Runtime]:
+    def under(self, policy: Policy, plan: Plan | None = None) -> AbstractContextManager[Runtime]:
         """The policy in the model, on the torch path: kernels know some policies only, and rounding would differ."""
-        with attached(self.model, plan or self.plan, policy) as runtime:
-            yield runtime
+        return attached(self.model, plan or self.plan, policy)
 
 
 def facts(subject: Subject, name: str, inputs: Mapping[str, str] | None = None) -> dict[str, Any]:
@@ -80,10 +78,7 @@ def identity_of(model: PreTrainedModel) -> dict[str, Any]:
 
 def dense_pass(subject: Subject, policies: Mapping[str, TokenPolicy]) -> tuple[Score, dict[str, Histogram]]:
     """The unskipped model's score, and what every policy's slots contributed in that one pass."""
-
-    def read() -> Score:
-        return score(subject.model, subject.windows, subject.batch, keep=subject.reference)
-
+    read = partial(score, subject.model, subject.windows, subject.batch, keep=subject.reference)
     return observe(subject.model, subject.plan, policies, read)
 
 
@@ -116,12 +111,7 @@ class Recorder(Passes):
 
     def _whole(self, number: int, ids: Tensor) -> Tensor:
         """The unskipped model's logits of a batch, computed beside the pass that asks where they were not kept."""
-
-        def compute() -> Tensor:
-            with self.runtime.aside():
-                return predict(self.model, ids)
-
-        return self.subject.reference.of(number, compute)
+        return self.subject.reference.of(number, lambda: self.whole(ids))
 
     def __call__(self, threshold: float) -> Histogram:
         """What the slots contributed. Where the ratio alone counts, a τ that was tried is not run again."""

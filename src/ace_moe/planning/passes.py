@@ -80,6 +80,11 @@ class Passes:
         self.runtime.set(torch.full((3,), threshold))
         self.runtime.reset()
 
+    def whole(self, ids: Tensor) -> Tensor:
+        """The unskipped model's logits [B, L, V]; nothing of it is counted."""
+        with self.runtime.aside():
+            return predict(self.model, ids)
+
     def __call__(self, threshold: float) -> Histogram:
         """What the slots contributed at this τ; policies without contributions say what they skipped."""
         self.set(threshold)
@@ -130,8 +135,7 @@ def judge(
     with attached(model, plan, policy) as runtime, progress.task("fidelity", len(part)) as task:
         passes = Passes(runtime, model, windows, batch)
         for ids in part.split(batch):
-            with runtime.aside():
-                whole = predict(model, ids)
+            whole = passes.whole(ids)
             for tau, sums in zip(taus, found, strict=True):
                 passes.set(tau)
                 sums.add(compare(whole, predict(model, ids)))
