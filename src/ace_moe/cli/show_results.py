@@ -80,21 +80,20 @@ def _change(found: dict[str, Any] | None) -> str:
     return f"{found['value']:+.2%}{bounds}"
 
 
-def _stem(name: str) -> str:
-    return Path(name).stem
-
-
 def print_thresholds(console: Console, results: dict[str, Any]) -> None:
     budgets = results["budgets"]
     columns = [f"{b:.0%}" for b in budgets]
     own = {(r["workload"], r["budget"]): r for r in results["workloads"]}
     names = list(dict.fromkeys(r["workload"] for r in results["workloads"]))
-    rows = [[_stem(n), *(f"{own[n, b]['threshold']:.6f}" if (n, b) in own else "" for b in budgets)] for n in names]
+    rows = [[Path(n).stem, *(f"{own[n, b]['threshold']:.6f}" if (n, b) in own else "" for b in budgets)] for n in names]
     console.print(table("threshold by workload", ["workload", *columns], rows))
     carried = {(r["from"], r["to"], r["budget"]): r["realised"] for r in results["transfers"]}
     pairs = list(dict.fromkeys((a, b) for a, b, _ in carried))
     rows = [
-        [f"{_stem(a)} → {_stem(b)}", *(f"{carried[a, b, x]:.2%}" if (a, b, x) in carried else "" for x in budgets)]
+        [
+            f"{Path(a).stem} → {Path(b).stem}",
+            *(f"{carried[a, b, x]:.2%}" if (a, b, x) in carried else "" for x in budgets),
+        ]
         for a, b in pairs
     ]
     console.print(table("realised when carried to another workload", ["from → to", *columns], rows))

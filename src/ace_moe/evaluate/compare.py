@@ -48,7 +48,8 @@ def compare(subject: Subject, grid: Grid, path: Path, facts: Results) -> Results
     finished = {Key(c["method"], c["gain"], c["budget"]) for c in results["cells"]}
     missing = [key for key in grid if key not in finished]
     results["grid"] = merged_grid(results.get("grid"), grid)
-    results["references"] = [m for m in results["grid"]["methods"] if is_reference(m)]
+    # these look at every expert's output: they save nothing and show what a perfect score could reach
+    results["references"] = [m for m in results["grid"]["methods"] if class_of(m).needs_norms]
     results["refused"] = {m: why for m, why in results.get("refused", {}).items() if m not in grid.methods}
     if missing or "dense" not in results:
         number = begin_run(results, record)
@@ -61,11 +62,6 @@ def compare(subject: Subject, grid: Grid, path: Path, facts: Results) -> Results
 def commands(before: str | None, now: str) -> str:
     """What made the file: a run that adds to it is named behind the earlier ones."""
     return now if before is None else before if now in before.split(" && ") else f"{before} && {now}"
-
-
-def is_reference(method: str) -> bool:
-    """Whether the method looks at every expert's output: it saves nothing and shows what a perfect score could reach."""
-    return bool(class_of(method).needs_norms)
 
 
 def identity(subject: Subject, grid: Grid) -> Results:

@@ -100,14 +100,11 @@ class Recorder(Passes):
 
     def __init__(self, runtime: Runtime, subject: Subject, faithful: bool = True):
         """`faithful`: whether passes are held against the unskipped model."""
-        run = self._score if faithful else score
+        run = partial(score, whole=self._whole) if faithful else score
         super().__init__(runtime, subject.model, subject.windows, subject.batch, run, subject.calibration)
         self.subject = subject
         self.outcomes: dict[float, Outcome] = {}
         self.asked: list[float] = []  # every τ, whether a pass was needed for it or not
-
-    def _score(self, model: PreTrainedModel, windows: Windows, batch: int) -> Score:
-        return score(model, windows, batch, whole=self._whole)
 
     def _whole(self, number: int, ids: Tensor) -> Tensor:
         """The unskipped model's logits of a batch, computed beside the pass that asks where they were not kept."""

@@ -52,14 +52,6 @@ class Task:
         return "acc" if self.right is None else "exact_match"
 
 
-def _options(row: Row) -> list[str]:
-    return [row[f"distractor{n}"] for n in (1, 2, 3)] + [row["correct_answer"]]
-
-
-def _code_passes(row: Row, text: str) -> bool:
-    return passes(program(row["prompt"], text, row["test"], row["entry_point"]))
-
-
 def _question(row: Row) -> str:
     query = row["query"]
     return f"{query if query.startswith('Question:') else f'Question: {query}'}\nAnswer:"
@@ -88,7 +80,7 @@ EVERY = (
         "sciq",
         ("question", "distractor1", "distractor2", "distractor3", "correct_answer", "support"),
         lambda row: f"{row['support']}\nQuestion: {row['question']}\nAnswer:".lstrip(),
-        choices=_options,
+        choices=lambda row: [*(row[f"distractor{n}"] for n in (1, 2, 3)), row["correct_answer"]],
         gold=lambda row: 3,
         cap=SHORT,
         hub={"lm_eval": "sciq", "evalscope": "sciq"},
@@ -121,7 +113,7 @@ EVERY = (
         "humaneval",
         ("prompt", "test", "entry_point"),
         lambda row: row["prompt"],
-        right=_code_passes,
+        right=lambda row, text: passes(program(row["prompt"], text, row["test"], row["entry_point"])),
         stop=CODE_STOPS,
         runs_code=True,
         hub={"dataset": "openai/openai_humaneval", "evalscope": "humaneval"},

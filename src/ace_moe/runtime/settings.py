@@ -91,7 +91,10 @@ def answers(plan: Plan, policy: Policy, skip: Skip, workload: str | None = None)
         return dict.fromkeys(wanted, plan.answer(policy.settings, wanted["decode"], "both", workload))
     entries = {"verify": "verify" if "verify" in skip else "decode"}  # verify follows decode unless it is named
     found = {p: plan.answer(policy.settings, b, entries.get(p, p), workload) for p, b in wanted.items()}  # type: ignore[arg-type]
-    return found if len(set(wanted.values())) == 1 else {p: _apart(answer) for p, answer in found.items()}
+    if len(set(wanted.values())) == 1:
+        return found
+    skipping = {p: answer for p, answer in found.items() if answer.expected != 0}
+    return found | {p: replace(a, how="uncorrected", error=None, notice=a.notice or APART) for p, a in skipping.items()}
 
 
 def alignment(plan: Plan, policy: Policy, skip: Skip, workload: str | None = None) -> dict[str, Tensor]:
@@ -111,14 +114,6 @@ def alignment(plan: Plan, policy: Policy, skip: Skip, workload: str | None = Non
             f"{', '.join(f'{b:g}' for b in known) or 'none'}. Map it with `ace budget … --gain aligned`, or leave aligned out."
         )
     return {key: torch.stack([layer[name] for name in names]) for key, layer in plan.tables.items()}
-
-
-def _apart(answer: Answer) -> Answer:
-    return (
-        answer
-        if answer.expected == 0
-        else replace(answer, how="uncorrected", error=None, notice=answer.notice or APART)
-    )
 
 
 def by_phase(skip: Skip) -> dict[str, float]:
