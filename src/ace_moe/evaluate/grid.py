@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from ..errors import OptionError
-from ..plan import Plan
+from ..plan import Plan, typed
 from ..policies import POLICIES, PRESETS, Policy, find, make
 from ..policies import parse as parse_method
 from ..policies.base import ALIGNED
@@ -94,8 +93,7 @@ def first_methods(plan: Plan) -> tuple[str, ...]:
 def written(settings: Mapping[str, Any]) -> str:
     """A policy's settings as a method is written on the command line."""
     given = {**settings.get("params", {}), **{k: v for k, v in settings.items() if k not in ("policy", "params")}}
-    pairs = [f"{name}={json.dumps(value).strip(chr(34))}" for name, value in given.items() if value is not None]
-    return ":".join([settings["policy"], *pairs])
+    return typed(settings["policy"], {name: value for name, value in given.items() if value is not None})
 
 
 def parse_methods(text: str) -> tuple[str, ...]:

@@ -6,7 +6,6 @@ the curve says y, and lines through these points, from (0, 0) to the limit, give
 
 from __future__ import annotations
 
-import json
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from typing import Any, Literal
 
 from ..errors import BudgetError, out_of_reach
 from .curves import Curve, on_line
-from .entries import Phase, Threshold, Workload
+from .entries import Phase, Threshold, Workload, typed
 from .workloads import distinct, labels, pick
 
 How = Literal["measured", "between", "uncorrected"]
@@ -165,9 +164,7 @@ def _brief(settings: Mapping[str, Any]) -> str:
 
 def _flags(settings: Mapping[str, Any]) -> str:
     """The settings as a command takes them."""
-    written = {k: v if isinstance(v, str) else json.dumps(v) for k, v in settings["params"].items()}
-    policy = ":".join([settings["policy"], *(f"{k}={v}" for k, v in written.items())])
-    flags = [f"--policy {policy}", f"--gain {settings['gain']}"]
+    flags = [f"--policy {typed(settings['policy'], settings['params'])}", f"--gain {settings['gain']}"]
     flags += [f"--min-active {settings['min_active']}"] if settings["min_active"] != 1 else []
     flags += [f"--min-mass {settings['min_mass']:g}"] if settings["min_mass"] else []
     return " ".join(flags)
