@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from .. import progress
 from ..ace import ACE
@@ -199,18 +200,26 @@ def _check_row(task: Task, row: Row, where: str) -> None:
 # ---- a run --------------------------------------------------------------------------------------------------------
 
 
-class Harness(Protocol):
-    """lm-eval or EvalScope with a model in it."""
+class Harness(ABC):
+    """lm-eval or EvalScope. `model` is the harness's own kind of model with our plan in it."""
+
+    model: Any
 
     @property
-    def ace(self) -> ACE: ...
-    def set_skip(self, skip: float) -> None: ...
+    def ace(self) -> ACE:
+        return self.model.ace
+
+    def set_skip(self, skip: float) -> None:
+        self.ace.set_skip(skip)
+        self.ace.reset()
+
+    @abstractmethod
     def ask(self, name: str, rows: Sequence[Row] | None, limit: int | None) -> tuple[str, list[float]]:
         """The metric's name and its value for each question; `rows` None takes the harness's own data."""
-        ...
 
     @property
-    def realised(self) -> float: ...
+    def realised(self) -> float:
+        return self.ace.realised
 
 
 def evaluate(
