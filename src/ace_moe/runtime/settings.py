@@ -129,8 +129,8 @@ def by_phase(skip: Skip) -> dict[str, float]:
     return {phase: skip.get(phase, skip["decode"]) for phase in PHASES}
 
 
-def check_budget(budget: object, top_k: int, min_active: int = 1) -> float:
-    """A budget as a number the rule can meet, or an error that names the limit."""
+def check_fraction(budget: object) -> float:
+    """A budget as a number, whatever the model."""
     try:
         value = float(budget)  # type: ignore[arg-type]
     except (TypeError, ValueError, OverflowError):
@@ -141,7 +141,12 @@ def check_budget(budget: object, top_k: int, min_active: int = 1) -> float:
         raise BudgetError(
             f"A budget is a fraction from 0 to less than 1 of the routed slots, such as 0.5; not {budget!r}."
         )
-    limit = most(top_k, min_active)
+    return value
+
+
+def check_budget(budget: object, top_k: int, min_active: int = 1) -> float:
+    """A budget as a number the rule can meet, or an error that names the limit."""
+    value, limit = check_fraction(budget), most(top_k, min_active)
     if value > limit:
         raise BudgetError(
             f"A budget of {value:.1%} cannot be met: with {top_k} slots a token and {min_active} always kept, at most "
