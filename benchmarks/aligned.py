@@ -22,7 +22,7 @@ from study_claims import over
 from ace_moe import ACE, build_plan
 from ace_moe.evaluate.compare import MEASURES
 from ace_moe.fidelity import Reference
-from ace_moe.files import file_hash
+from ace_moe.files import hashes
 from ace_moe.loading import load_model, load_tokenizer, load_windows
 from ace_moe.plan import Plan
 from ace_moe.planning import map_budgets
@@ -118,7 +118,7 @@ def main() -> None:
     if options.page:
         PAGE.write_text(page(), encoding="utf-8")
     for path in options.models:
-        record = provenance(options.device, {p.name: file_hash(p) for p in (options.map, options.text)})
+        record = provenance(options.device, hashes((options.map, options.text)))
         sizes = {"budgets": options.budgets, "window": options.window, "windows": options.tokens // options.window}
         before = json.loads(options.out.read_text(encoding="utf-8")) if options.out.exists() else {}
         rows = [r for r in before.get("rows", []) if r["model"] != path.name] + measured(path, options)
