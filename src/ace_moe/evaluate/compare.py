@@ -95,8 +95,10 @@ class Run:
 
     def all(self, missing: Sequence[Key]) -> None:
         """Policies that need no text share one dense pass; each calibrated one comes after, with a dense pass of its own."""
-        methods = list(dict.fromkeys(key.method for key in missing))
-        ready = {method: made for method in methods if (made := self._tried(method, self._policy, method)) is not None}
+        first = {key.method: self.grid.gains_of(key.method)[0] for key in missing}
+        ready = {
+            m: made for m, gain in first.items() if (made := self._tried(m, self.grid.policy, m, gain)) is not None
+        }
         free = {method: policy for method, policy in ready.items() if not policy.calibrated}
         plan = self.subject.plan
         for method, policy in free.items():
@@ -106,9 +108,6 @@ class Run:
             self._method(method, plan, missing, seen.get(method))
         for method in (m for m in ready if m not in free):
             self._calibrated(method, ready[method], missing)
-
-    def _policy(self, method: str) -> Policy:
-        return self.grid.policy(method, self.grid.gains_of(method)[0])
 
     def _calibrated(self, method: str, policy: Policy, missing: Sequence[Key]) -> None:
         text = self.subject.calibration or self.subject.windows

@@ -50,10 +50,8 @@ class AceWorker:
         return {**self.ace_report(), NOTICES: list(dict.fromkeys(str(note.message) for note in noted))}
 
     def ace_reset(self) -> Reply:
-        skipping = find(self.vllm_config)
-        if skipping is None:
-            return {"error": OFF}
-        skipping.reset()
+        if (skipping := find(self.vllm_config)) is not None:
+            skipping.reset()
         return self.ace_report()
 
 
@@ -62,7 +60,7 @@ def _set(
     skip: Skip | None,
     threshold: float | list[float] | None,
     restore: bool | None,
-    workload: str | None = None,
+    workload: str | None,
 ) -> None:
     """All of it or nothing."""
     if (skip is None) == (threshold is None) and (restore is None or skip is not None):
