@@ -17,18 +17,19 @@ from typing import Any
 import pages
 from pages import DOCS, RESULTS, Row, percent
 from running import parser, store
+from study_claims import over
 
 from ace_moe import ACE, build_plan
 from ace_moe.evaluate.compare import MEASURES
 from ace_moe.fidelity import Reference
-from ace_moe.files import file_hash
+from ace_moe.files import hashes
 from ace_moe.loading import load_model, load_tokenizer, load_windows
 from ace_moe.plan import Plan
 from ace_moe.planning import map_budgets
 from ace_moe.policies import TokenPolicy, make
 from ace_moe.provenance import provenance
 from ace_moe.scoring import predict, score
-from ace_moe.statistics import Interval, relative_change, token_interval
+from ace_moe.statistics import relative_change, token_interval
 
 STORED, PAGE = RESULTS / "aligned.json", DOCS / "tuning.md"
 WAYS: dict[str, dict[str, Any]] = {
@@ -87,11 +88,6 @@ def cell(rows: list[Row], model: str, way: str, budget: float) -> Row:
     return next(r for r in rows if (r["model"], r["way"], r["budget"]) == (model, way, budget))
 
 
-def ratio(change: Interval) -> str:
-    assert change.low is not None and change.high is not None
-    return f"{1 + change.value:.2f}× ({1 + change.low:.2f}–{1 + change.high:.2f})"
-
-
 def table(stored: Row) -> str:
     rows, lines = stored["rows"], []
     models = [m for m in pages.MODELS if any(r["model"] == m for r in rows)]
@@ -99,7 +95,7 @@ def table(stored: Row) -> str:
         kls = [f"{cell(rows, model, way, budget)['kl']:.4f}" for way in WAYS]
         pairs = [[cell(rows, model, w, budget)["by_window"] for w in pair] for pair in PAIRS.items()]
         changes = [relative_change(*pair) for pair in pairs]
-        lines.append([f"{model}, {percent(budget)}", *kls, *map(ratio, changes)])
+        lines.append([f"{model}, {percent(budget)}", *kls, *map(over, changes)])
     made = pages.table(["model, budget", *WAYS, "over `kept`", "over `power`"], lines)
     at_half = {m: [cell(rows, m, f"share, power, {way}", 0.5)["kl"] for way in ("aligned", "mean")] for m in models}
     clear = [m for m, (mine, mean) in at_half.items() if mine <= 0.95 * mean]
@@ -122,7 +118,7 @@ def main() -> None:
     if options.page:
         PAGE.write_text(page(), encoding="utf-8")
     for path in options.models:
-        record = provenance(options.device, {p.name: file_hash(p) for p in (options.map, options.text)})
+        record = provenance(options.device, hashes((options.map, options.text)))
         sizes = {"budgets": options.budgets, "window": options.window, "windows": options.tokens // options.window}
         before = json.loads(options.out.read_text(encoding="utf-8")) if options.out.exists() else {}
         rows = [r for r in before.get("rows", []) if r["model"] != path.name] + measured(path, options)

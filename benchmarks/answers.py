@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 from ace_moe import build_plan
 from ace_moe.evaluate.store import write_json
 from ace_moe.evaluate.tasks import TASKS, Task, find_file, read_rows
-from ace_moe.files import file_hash
+from ace_moe.files import hashes
 from ace_moe.loading import load_model, load_tokenizer
 from ace_moe.plan import Plan
 from ace_moe.planning import map_budgets, text_for, tune
@@ -154,7 +154,7 @@ def measure(
 
 def made_by(options: argparse.Namespace) -> Row:
     files = [options.text, *(find_file(TASKS[name], options.data) for name in NAMES)]
-    return provenance(options.device or "cpu", {p.name: file_hash(p) for p in files if p})
+    return provenance(options.device or "cpu", hashes(p for p in files if p))
 
 
 def study(source: Path, options: argparse.Namespace, result: Row) -> None:

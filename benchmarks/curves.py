@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from running import parser, store
 from transformers import PreTrainedModel
 
 from ace_moe import ACE, build_plan
-from ace_moe.files import file_hash
+from ace_moe.files import hashes
 from ace_moe.loading import default_device, load_model
 from ace_moe.plan import Plan
 from ace_moe.planning import Passes, map_budgets, text_for
@@ -108,24 +109,19 @@ def study(source: Path, options: argparse.Namespace) -> Row:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("models", type=Path, nargs="+")
-    parser.add_argument("--text", type=Path, required=True)
-    parser.add_argument("--other", type=Path)
-    parser.add_argument("--policy", default="share")
-    parser.add_argument("--tokens", type=int, default=65536)
-    parser.add_argument("--batch", type=int, default=4)
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
+    made = parser(__doc__, policy="share", tokens=65536, batch=4)
+    made.add_argument("models", type=Path, nargs="+")
+    made.add_argument("--text", type=Path, required=True)
+    made.add_argument("--other", type=Path)
+    options = made.parse_args()
     there = options.out and options.out.exists()
     result: Row = json.loads(options.out.read_text()) if there else {"runs": [], "studies": []}
     texts = [text for text in (options.text, options.other) if text is not None]
-    record = provenance(default_device(), {text.name: file_hash(text) for text in texts})
+    record = provenance(default_device(), hashes(texts))
     result["runs"].append({"models": [m.name for m in options.models], **record})
     for source in options.models:
         result["studies"].append(study(source, options))
-        if options.out:
-            options.out.write_text(json.dumps(result, indent=1) + "\n")
+        store(options.out, result)
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from ace_moe import build_plan
 from ace_moe.evaluate.subject import Recorder, Subject, dense_pass
-from ace_moe.files import file_hash
+from ace_moe.files import hashes
 from ace_moe.planning import fit_budgets
 from ace_moe.planning.candidates import BASELINE
 from ace_moe.policies import PRESETS, TokenPolicy
@@ -261,7 +261,7 @@ def ladder(options: argparse.Namespace, train: Path) -> bool:
     judged = torch.from_numpy(valid[::apart][: options.judged].astype(np.int64))
     result: Row = {
         "kind": "ladder",
-        "provenance": provenance(options.device, {p.name: file_hash(p) for p in (options.train, options.valid)}),
+        "provenance": provenance(options.device, hashes((options.train, options.valid))),
         "sizes": {size: size_of(size) for size in options.sizes},
         **{"batch": options.batch, "window": WINDOW, "training_tokens": windows_in(train).size},
         **{"judged_windows": len(judged), "rows": []},

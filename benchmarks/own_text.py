@@ -13,7 +13,7 @@ from running import made_here, parser, store
 from transformers import PreTrainedModel
 
 from ace_moe import build_plan
-from ace_moe.files import file_hash
+from ace_moe.files import hashes
 from ace_moe.loading import load_model
 from ace_moe.planning import Mapped, Passes, map_budgets, text_for
 from ace_moe.planning.passes import attached
@@ -50,7 +50,7 @@ def main() -> None:
     made.add_argument("models", type=Path, nargs="+")
     made.add_argument("--texts", type=Path, nargs="+", required=True)
     options = made.parse_args()
-    record = provenance(inputs={text.name: file_hash(text) for text in options.texts})
+    record = provenance(inputs=hashes(options.texts))
     result = made_here(rows=[], provenance=record)
     for source in options.models:
         model, plan = load_model(source), build_plan(source)

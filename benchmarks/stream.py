@@ -31,7 +31,7 @@ from ace_moe.provenance import provenance
 from checkpoint.hub_server import Handler, Hub
 
 EXPERTS, HIDDEN, MIDDLE, BLOCK = 68, 2048, 768, 128
-NAME, PIECE = "synthetic/fp8", 8 << 20
+NAME = "synthetic/fp8"
 ACE = "import sys; from ace_moe.cli import main; sys.argv[0] = 'ace'; main()"
 
 

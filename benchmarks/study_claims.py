@@ -42,6 +42,12 @@ def sign(change: Interval) -> int:
     return (change.low > 0) - (change.high < 0)
 
 
+def over(change: Interval) -> str:
+    """A relative change as a ratio, with its bounds."""
+    assert change.low is not None and change.high is not None
+    return f"{1 + change.value:.2f}× ({1 + change.low:.2f}–{1 + change.high:.2f})"
+
+
 def verdict(better: int, worse: int) -> str:
     if worse == 0 and better:
         return "holds"

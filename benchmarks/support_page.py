@@ -46,9 +46,13 @@ def agreed() -> list[Row]:
     """vLLM with our kernels said the same tokens as transformers with ours on one GPU, and kept the same slots."""
     rows = [row for row in load("serving_agreement_h200.json").values() if isinstance(row, dict)]
     same = all(row["equal_tokens"] == row["tokens"] and row["kept"] == row["kept_transformers"] for row in rows)
-    cell = {"family": "qwen3_moe", "stored": PLAIN, "device": "GPU", "answer": "yes", "why": ""}
-    outcome = {"outcome": "passed" if rows and same else "failed"}
-    return [{**cell, **outcome, "engine": e, "phase": p} for e, p in COLUMNS[1:]]
+    return [on_gpu("qwen3_moe", PLAIN, engine, phase, bool(rows) and same) for engine, phase in COLUMNS[1:]]
+
+
+def on_gpu(family: str, stored: str, engine: str, phase: str, passed: bool) -> Row:
+    """A cell of a stored benchmark, as tests write theirs."""
+    cell = {"family": family, "stored": stored, "engine": engine, "phase": phase, "device": "GPU"}
+    return {**cell, "answer": "yes", "why": "", "outcome": "passed" if passed else "failed"}
 
 
 def poisoned() -> list[Row]:
@@ -57,8 +61,7 @@ def poisoned() -> list[Row]:
     for model, family, stored in POISONED:
         tried = found[model]["poison"].values()
         passed = all(t["same"] and t["bites"] and t["finite"] for t in tried)
-        cell = {"family": family, "stored": stored, "device": "GPU", "answer": "yes", "why": ""}
-        cells.append({**cell, "outcome": "passed" if passed else "failed", "engine": "vLLM", "phase": "decode"})
+        cells.append(on_gpu(family, stored, "vLLM", "decode", passed))
     return cells
 
 
@@ -67,9 +70,8 @@ def decoded() -> list[Row]:
     cells = []
     for row in load("decoder_h200.json")["rows"]:
         if row["dtype"] == "float32":
-            cell = {"family": DECODED[row["family"]], "stored": PLAIN, "device": "GPU", "answer": "yes", "why": ""}
-            outcome = "passed" if row["graph"] and row["equal"] == row["tokens"] else "failed"
-            cells.append({**cell, "outcome": outcome, "engine": "kernels", "phase": "decode"})
+            passed = row["graph"] and row["equal"] == row["tokens"]
+            cells.append(on_gpu(DECODED[row["family"]], PLAIN, "kernels", "decode", passed))
     return cells
 
 

@@ -18,7 +18,7 @@ from typing import Any
 from running import parser, store
 
 from ace_moe import build_plan
-from ace_moe.files import file_hash
+from ace_moe.files import hashes
 from ace_moe.loading import load_model
 from ace_moe.planning import Tuned, text_for, tune
 from ace_moe.planning.candidates import BASELINE, key_of, label, scores
@@ -91,7 +91,7 @@ def main() -> None:
     seconds = time.perf_counter() - start
     result: dict[str, Any] = {
         "kind": "tuned",
-        "provenance": provenance(model.device, {p.name: file_hash(p) for p in (options.tune, *options.texts)}),
+        "provenance": provenance(model.device, hashes((options.tune, *options.texts))),
         "model": options.model.name,
         **{"budgets": options.budgets, "window": options.window, "windows": options.windows, "seconds": seconds},
         **{"recommendation": tuned.recommendation, "tried": tuned.tried, "texts": {}},

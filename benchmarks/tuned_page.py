@@ -6,7 +6,7 @@ python benchmarks/tuned_page.py
 from __future__ import annotations
 
 from pages import DOCS, MODELS, RESULTS, Row, load, percent, table, wrapped, written
-from study_claims import sign
+from study_claims import over, sign
 
 from ace_moe.statistics import Interval, relative_change
 
@@ -50,10 +50,6 @@ def cells(r: Row, name: str) -> list[str]:
         f"{kl:.4f} ({100 * x:+.1f})"
         for kl, x in zip(mean(r, name, "kl"), mean(r, name, "perplexity_change"), strict=True)
     ]
-
-
-def over(change: Interval) -> str:
-    return f"{1 + change.value:.2f}× ({1 + change.low:.2f}–{1 + change.high:.2f})"  # type: ignore[operator]
 
 
 # ---- all models ---------------------------------------------------------------------------------------------------------

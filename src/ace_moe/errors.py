@@ -68,6 +68,14 @@ def no_numbers(what: str) -> ModelError:
     )
 
 
+def out_of_reach(budget: float, limit: float, where: str) -> BudgetError:
+    """Of a budget above what safeguards leave to skip; `where`: "on this text"."""
+    return BudgetError(
+        f"A budget of {budget:.1%} cannot be met: the safeguards protect all but {limit:.1%} of the slots {where}. "
+        "Lower the budget, min_active or min_mass."
+    )
+
+
 def brief(error: BaseException) -> str:
     """The first line of another library's error, for the middle of a sentence of ours."""
     lines = str(error).strip().splitlines()

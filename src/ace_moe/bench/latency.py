@@ -122,8 +122,6 @@ def narrowest_window(model: PreTrainedModel) -> float:
 class Steps:
     """Decode steps after a prompt, ready to be timed; every timing starts from the same cache. tokens [B, prompt + STEPS]."""
 
-    loop = "graph"
-
     def __init__(self, model: PreTrainedModel, tokens: Tensor, **options: Any):
         self.model, self.tokens, self.prompt = model, tokens, tokens.shape[1] - STEPS
         self.decoder = Decoder(model, *tokens.shape, **options)

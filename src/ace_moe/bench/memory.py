@@ -24,7 +24,7 @@ def checkpoint_bytes(model: str | Path) -> int:
     return sum(file.stat().st_size for file in set(locate(resolve(model)).values()))
 
 
-def run_bytes(config: PretrainedConfig, size: tuple[int, int], itemsize: int = 2) -> int:
+def run_bytes(config: PretrainedConfig, size: tuple[int, int]) -> int:
     """About what one path of one size holds on to beside the weights: keys and values, and what lies between layers."""
     text: Any = config.get_text_config(decoder=True)
     tokens, batch = size
@@ -32,7 +32,7 @@ def run_bytes(config: PretrainedConfig, size: tuple[int, int], itemsize: int = 2
     slots = next((v for n in ("num_experts_per_tok", "top_k_experts") if (v := getattr(text, n, None))), 8)
     middle = getattr(text, "moe_intermediate_size", None) or getattr(text, "intermediate_size", text.hidden_size)
     between = slots * (3 * middle + 2 * text.hidden_size) + 16 * text.hidden_size
-    return tokens * batch * (cache + between) * itemsize + batch * text.vocab_size * 4
+    return tokens * batch * (cache + between) * 2 + batch * text.vocab_size * 4
 
 
 def _key_numbers(layer: Any) -> int:

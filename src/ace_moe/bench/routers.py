@@ -8,10 +8,10 @@ depends on ρ alone and the shares on s, so each is fitted by itself, on the rou
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 
 import torch
 from torch import Tensor, nn
@@ -85,7 +85,7 @@ class Router:
         check_kind(kind, union)
         flat = cls(kind, experts, k)
         if kind == SKEWED:
-            flat = cls(kind, experts, k, skew=flat._skew_for(union or default_union(experts, k)))
+            flat = cls(kind, experts, k, skew=flat._skew_for(default_union(experts, k) if union is None else union))
         top = torch.cat([logits.topk(k).values for logits in flat.draws(1)])
         return cls(kind, experts, k, best_spread(top), flat.skew)
 
@@ -170,16 +170,13 @@ def shape_routers(model: PreTrainedModel, kind: str, union: float | None = None)
 def _fitted(owners: list[nn.Module], router: Router) -> Iterator[None]:
     """Inside, each router gets its weights when a pass reaches it: what comes before it routes as it will."""
 
-    def hook(seed: int) -> Callable[..., None]:
-        def fit(module: nn.Module, args: tuple[Tensor, ...]) -> None:
-            x = args[0].reshape(-1, args[0].shape[-1]).float()
-            module.weight[: router.experts] = weights(router, x, seed)  # type: ignore[operator]
-
-        return fit
+    def fit(seed: int, module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        x = args[0].reshape(-1, args[0].shape[-1]).float()
+        module.weight[: router.experts] = weights(router, x, seed)  # type: ignore[operator]
 
     with ExitStack() as hooks:
         for seed, owner in enumerate(owners):
-            hooks.enter_context(owner.register_forward_pre_hook(hook(seed)))
+            hooks.enter_context(owner.register_forward_pre_hook(partial(fit, seed)))
         yield
 
 

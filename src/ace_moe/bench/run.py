@@ -67,6 +67,11 @@ class Row:
     agreement: float | None = None
     acceptance: float | None = None
 
+    @property
+    def ms(self) -> float:
+        """Of the GPU where there is one."""
+        return self.wall_ms if self.gpu_ms is None else self.gpu_ms
+
 
 class Timed(Protocol):
     """Something captured that can be timed."""

@@ -208,8 +208,7 @@ class CheckpointSource:
         return lambda expert: [keys[expert] for keys in sources]
 
     def _check_count(self, name: str, experts: int | None) -> None:
-        if experts != self.shapes[name][0]:
-            self._check_shape(name, torch.Size((experts or 0, *self.shapes[name][1:])))
+        self._check_shape(name, torch.Size((experts or 0, *self.shapes[name][1:])))
 
     def _operations(self, pattern: str) -> list[tuple[type, int | None]]:
         return [(type(o), getattr(o, "dim", None)) for o in self.converters[pattern].operations]

@@ -16,35 +16,23 @@ if TYPE_CHECKING:
 Size = tuple[str, int, int]
 
 
-def milliseconds(row: Row) -> float:
-    """GPU time where there is a GPU."""
-    return row.wall_ms if row.gpu_ms is None else row.gpu_ms
-
-
 def by_size(rows: Sequence[Row]) -> dict[Size, list[Row]]:
     sizes = dict.fromkeys((r.what, r.tokens, r.batch) for r in rows)
     return {size: [r for r in rows if (r.what, r.tokens, r.batch) == size] for size in sizes}
 
 
-def best_stock(rows: Sequence[Row]) -> Row | None:
-    return min((r for r in rows if r.path not in ("ace", UNRULED)), key=milliseconds, default=None)
-
-
-def own_dense(rows: Sequence[Row]) -> Row | None:
-    return next((r for r in rows if r.path == "ace" and r.requested == 0), None)
-
-
 def _ratio(row: Row, other: Row | None) -> str:
-    return "" if other is None else f"{milliseconds(other) / milliseconds(row):.2f}×"
+    return "" if other is None else f"{other.ms / row.ms:.2f}×"
 
 
 def latency_table(rows: Sequence[Row]) -> Table:
     """Each row with its speed against the best stock path and against our own unskipped one."""
     lines, judged = [], any(row.kl is not None for row in rows)
     for (what, tokens, batch), group in by_size(rows).items():
-        stock, dense = best_stock(group), own_dense(group)
+        stock = min((r for r in group if r.path not in ("ace", UNRULED)), key=lambda r: r.ms, default=None)
+        dense = next((r for r in group if r.path == "ace" and r.requested == 0), None)
         for row in group:
-            size, time = f"{what.upper()} {tokens}×{batch}", f"{milliseconds(row):.2f} ms"
+            size, time = f"{what.upper()} {tokens}×{batch}", f"{row.ms:.2f} ms"
             ratios = (_ratio(row, stock), _ratio(row, dense)) if row.path == "ace" else ("", "")
             experts = f"{row.executed:.1f} of {row.experts:.1f}"
             cells = [size, row.path, f"{row.realised:.1%}", time, *ratios, experts]
@@ -79,7 +67,7 @@ def chart(rows: Sequence[Row], path: Path) -> None:
         shown = [row for row in group if row.path != UNRULED]
         names = [row.path if row.path != "ace" else f"ace {row.realised:.0%}" for row in shown]
         colours = ["#b9b9b9" if row.path != "ace" else "#2b6cb0" for row in shown]
-        axis.bar(names, [milliseconds(row) for row in shown], color=colours)
+        axis.bar(names, [row.ms for row in shown], color=colours)
         axis.set_title(f"{what.upper()} {tokens}×{batch}", fontsize=9)
         axis.tick_params(axis="x", labelrotation=60, labelsize=8)
     axes[0][0].set_ylabel("ms")

@@ -14,7 +14,7 @@ import typer
 import typer.core
 
 from .. import progress
-from ..errors import AceError, BudgetError, brief
+from ..errors import AceError, BudgetError, OptionError, brief
 from ..version import __version__
 from .options import option
 from .show import print_line
@@ -172,26 +172,20 @@ class Bars:
 
 def parse_budgets(text: str) -> list[float]:
     """ "0.1:0.6:0.1" (from : to : step) or "0.1,0.5"."""
+    from ..runtime.settings import check_fraction
+
     try:
         if ":" not in text:
-            return [_fraction(float(part)) for part in text.split(",")]
+            return [check_fraction(float(part)) for part in text.split(",")]
         start, stop, step = (float(part) for part in text.split(":"))
         count = math.floor((stop - start) / step + 1e-6) + 1
         if not 1 <= count <= MOST_BUDGETS:
             raise ValueError
-        return [_fraction(round(start + i * step, 9)) for i in range(count)]
+        return [check_fraction(round(start + i * step, 9)) for i in range(count)]
     except (ValueError, ArithmeticError):
         raise BudgetError(
             f"Budgets are fractions such as 0.5, 0.1,0.3 or 0.1:0.6:0.1 (from : to : step); {text!r} is not."
         ) from None
-
-
-def _fraction(value: float) -> float:
-    if not 0 <= value < 1:  # NaN is neither
-        raise BudgetError(
-            f"A budget is a fraction from 0 to less than 1 of the routed slots, such as 0.5; not {value}."
-        )
-    return value
 
 
 def reachable(text: str, usual: str, top_k: int, min_active: int = 1) -> list[float]:
@@ -212,6 +206,12 @@ def check_texts(texts: Iterable[Path], window: int, tokens: int | None, batch: i
     check_sizes(window, tokens, batch)
     for text in texts:
         read_text(text)
+
+
+def check_plan(plan: Path | None, skip: float) -> None:
+    """Without a plan nothing can be skipped."""
+    if skip and plan is None:
+        raise OptionError(f"Skipping {skip:.0%} needs a plan: give one with --plan, made by `ace tables`.")
 
 
 def made_of(*files: Path | None) -> dict[str, str]:

@@ -86,14 +86,11 @@ def plan(
     The same as `ace tables` and then `ace budget`, which have more options. A plan that is there is continued.
     """
     from ..policies import choose
-    from ..text import check_sizes, read_text
 
     if not output.exists():  # reading a large checkpoint takes long: what `budget` would refuse is refused first
         choose(**deciding.given)
         parse_budgets(budgets)
-        check_sizes(window, tokens)
-        for path in text or ():
-            read_text(path)
+        check_texts(text or (), window, tokens)
         tables(model, output, quiet=True)
     budget(model, output, deciding, loading, Aim(), text, budgets, window=window, tokens=tokens, as_json=as_json)
     if not as_json:
@@ -159,13 +156,12 @@ def tables(
 
 
 def _in_parts(job: Job, as_json: bool) -> Plan | None:
-    """The plan, saved; None where layers are left to others, whose files then come into the same folder."""
+    """The plan; None where layers are left to others, whose files then come into the same folder."""
     from ..tables.parts import Parts
     from ..tables.work import build_in_parts
 
     plan, missing = build_in_parts(job, say=note)
     if plan is not None:
-        plan.save(job.output)
         return plan
     folder, keys = Parts(job.output).folder, [site.key for site in missing]
     if as_json:

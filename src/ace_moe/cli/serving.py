@@ -65,12 +65,11 @@ def serve(
     budget = {"prefill": skip, "decode": skip, **named} if named else skip
     given = {
         "skip": budget, **deciding.given, "workload": workload,
-        "kernels": parse_kernels(kernels), "allow_other_weights": allow_other_weights,
-        "restore": restore, "track": track, "skip_max": skip_max, "target_tpot": target_tpot,
+        "kernels": parse_kernels(kernels), "allow_other_weights": allow_other_weights or None,
+        "restore": restore, "track": track or None, "skip_max": skip_max, "target_tpot": target_tpot,
         "trace": trace and traced(trace, plan, text), "trace_tokens": trace_tokens,
     }  # fmt: skip
-    unset = (("allow_other_weights", False), ("track", False))
-    config = {k: v for k, v in given.items() if v is not None and (k, v) not in unset}
+    config = {k: v for k, v in given.items() if v is not None}
     refuse_flags(context.args)
     if trace is None and trace_tokens is not None:
         raise OptionError("--trace-tokens says how long a trace becomes: give --trace FILE with it.")

@@ -139,12 +139,12 @@ def print_plan(console: Console, plan: Plan) -> None:
 
 
 def _method(entry: Threshold) -> str:
-    """As it is typed at --policy, defaults left out: ace, share:squared=true."""
+    """As it is typed at --policy, defaults left out."""
+    from ..plan import typed
     from ..policies import POLICIES
 
     usual = POLICIES[entry.policy]().params if entry.policy in POLICIES else {}
-    given = {k: str(v).lower() for k, v in entry.params.items() if usual.get(k) != v}
-    return ":".join([entry.policy, *(f"{k}={v}" for k, v in given.items())])
+    return typed(entry.policy, {k: v for k, v in entry.params.items() if usual.get(k) != v})
 
 
 def model_json(moe: MoEModel) -> dict[str, Any]:

@@ -29,38 +29,31 @@ def print_compare(console: Console, results: dict[str, Any], rival: str | None =
 
 
 def _compare_table(results: dict[str, Any], gain: str) -> Table:
-    """KL and perplexity of each method, the nearest to the unskipped model first."""
+    """KL and perplexity of each method, first the nearest to the unskipped model at the budget next to 50 % that it has."""
     from ..evaluate.compare import kl_of
 
     cells = {(c["method"], c["budget"]): c for c in results["cells"] if c["gain"] == gain}
+    kls = {key: kl_of(cell) for key, cell in cells.items()}
     budgets, dense = results["grid"]["budgets"], results["dense"]["perplexity"]
-    usable = [c for c in cells.values() if c["method"] not in results["references"]]
-    best = {b: min((kl_of(c) for c in usable if c["budget"] == b), default=0.0) for b in budgets}
+    usable = [(budget, kl) for (method, budget), kl in kls.items() if method not in results["references"]]
+    best = {b: min((kl for budget, kl in usable if budget == b), default=0.0) for b in budgets}
     title = f"KL to the unskipped model, perplexity ({dense:.2f} unskipped); gain {gain}"
     made = table(title, ["method", *(f"{100 * b:.3g}%" for b in budgets)], [])
-    for method in sorted(results["grid"]["methods"], key=lambda m: _place(cells, m, budgets)):
-        row = [_compare_cell(cells.get((method, b)), best[b]) for b in budgets]
+    places = sorted(budgets, key=lambda b: abs(b - 0.5))
+    order = {m: next((kls[m, b] for b in places if (m, b) in kls), math.inf) for m in results["grid"]["methods"]}
+    for method in sorted(order, key=lambda m: order[m]):
+        row = [_compare_cell(cells.get((method, b)), kls.get((method, b)) == best[b]) for b in budgets]
         if any(row):
             made.add_row(escape(method), *row)
     return made
 
 
-def _place(cells: dict[tuple[str, float], dict[str, Any]], method: str, budgets: Sequence[float]) -> float:
-    """By the budget next to 50 % that the method has."""
-    from ..evaluate.compare import kl_of
-
-    has = [cells[method, b] for b in sorted(budgets, key=lambda b: abs(b - 0.5)) if (method, b) in cells]
-    return kl_of(has[0]) if has else math.inf
-
-
-def _compare_cell(cell: dict[str, Any] | None, best: float) -> str:
-    from ..evaluate.compare import kl_of
-
+def _compare_cell(cell: dict[str, Any] | None, best: bool) -> str:
     if cell is None:
         return ""
     kl = f"{cell['kl']['value']:.4f} " if "kl" in cell else ""
     text = f"{kl}{cell['perplexity']:.2f}{'*' if abs(cell['realised'] - cell['budget']) > OFF else ''}"
-    return f"[bold]{text}[/]" if kl_of(cell) == best else text
+    return f"[bold]{text}[/]" if best else text
 
 
 def _rival_table(rows: Sequence[dict[str, Any]], rival: str) -> Table:
@@ -80,21 +73,20 @@ def _change(found: dict[str, Any] | None) -> str:
     return f"{found['value']:+.2%}{bounds}"
 
 
-def _stem(name: str) -> str:
-    return Path(name).stem
-
-
 def print_thresholds(console: Console, results: dict[str, Any]) -> None:
     budgets = results["budgets"]
     columns = [f"{b:.0%}" for b in budgets]
     own = {(r["workload"], r["budget"]): r for r in results["workloads"]}
     names = list(dict.fromkeys(r["workload"] for r in results["workloads"]))
-    rows = [[_stem(n), *(f"{own[n, b]['threshold']:.6f}" if (n, b) in own else "" for b in budgets)] for n in names]
+    rows = [[Path(n).stem, *(f"{own[n, b]['threshold']:.6f}" if (n, b) in own else "" for b in budgets)] for n in names]
     console.print(table("threshold by workload", ["workload", *columns], rows))
     carried = {(r["from"], r["to"], r["budget"]): r["realised"] for r in results["transfers"]}
     pairs = list(dict.fromkeys((a, b) for a, b, _ in carried))
     rows = [
-        [f"{_stem(a)} → {_stem(b)}", *(f"{carried[a, b, x]:.2%}" if (a, b, x) in carried else "" for x in budgets)]
+        [
+            f"{Path(a).stem} → {Path(b).stem}",
+            *(f"{carried[a, b, x]:.2%}" if (a, b, x) in carried else "" for x in budgets),
+        ]
         for a, b in pairs
     ]
     console.print(table("realised when carried to another workload", ["from → to", *columns], rows))

@@ -11,13 +11,12 @@ import typer
 from ..errors import OptionError
 from . import options as opt
 from . import show_results
-from .common import SKIP, made_of, out, parse_budgets, print_json, say
+from .common import SKIP, check_plan, made_of, out, parse_budgets, print_json, say
 from .groups import Deciding, Loading, command
 from .options import option, plan_option
 from .outputs import check_output
 
 if TYPE_CHECKING:
-    from ..ace import ACE
     from ..evaluate.tasks import Harness
 
 HARNESSES = ("lm-eval", "evalscope")
@@ -41,6 +40,7 @@ def perplexity(
     as_json: opt.AsJson = False,
 ) -> None:
     """WikiText-2 perplexity by protocol, with a 95 % interval and the realised ratio."""
+    from ..ace import ACE
     from ..checkpoint.model import called
     from ..evaluate.perplexity import pieces, protocol_named
     from ..evaluate.quality import run, setup_of
@@ -53,7 +53,9 @@ def perplexity(
     check_sizes(window, tokens, batch)
     check_output(output, "results", text, plan)
     content = read_text(text)
-    ace = _ace(plan, skip, allow_other_weights, {**deciding.given, "workload": workload})
+    check_plan(plan, skip)
+    options = {"workload": workload, "allow_other_weights": allow_other_weights, **deciding.given}
+    ace = None if plan is None else ACE.load(plan, skip, **options)
     tokenizer, loaded = loading.load_both(model)
     check_window(loaded, window)
     windows = pieces(chosen, content, tokenizer, loaded.get_input_embeddings().num_embeddings, window, tokens)
@@ -64,16 +66,6 @@ def perplexity(
     if as_json:
         return print_json(results)
     show_results.print_perplexity(out, results, protocol, window)
-
-
-def _ace(plan: Path | None, skip: float, other: bool, options: dict[str, Any]) -> ACE | None:
-    from ..ace import ACE
-
-    if plan is None:
-        if skip:
-            raise OptionError(f"Skipping {skip:.0%} needs a plan: give one with --plan, made by `ace tables`.")
-        return None
-    return ACE.load(plan, skip, allow_other_weights=other, **options)
 
 
 @command(

@@ -13,7 +13,7 @@ import typer
 from ..errors import OptionError
 from . import options as opt
 from . import show
-from .common import check_texts, made_of, note, out, parse_budgets, print_json, say
+from .common import check_plan, check_texts, made_of, note, out, parse_budgets, print_json, say
 from .groups import Deciding, Loading, command
 from .options import option
 from .outputs import check_output
@@ -57,8 +57,7 @@ def trace(
 
     check_output(output, "trace", text, plan)
     check_texts([text], window, tokens, batch)
-    if skip and plan is None:
-        raise OptionError(f"Skipping {skip:.0%} needs a plan: give one with --plan, made by `ace tables`.")
+    check_plan(plan, skip)
     options = {"workload": workload, "allow_other_weights": allow_other_weights, **deciding.given}
     tokenizer, loaded = loading.load_both(model)
     windows = load_windows(loaded, tokenizer, text, window, tokens)
@@ -125,7 +124,7 @@ def simulate(
     facts = {"trace": trace.name, "model": found.model, "tokens": len(found), "under": found.shared()}
     results = {**facts, "policy": made.settings, "seed": seed, "rows": rows}
     if output is not None:
-        record = provenance(inputs=made_of(trace))
+        record = provenance(inputs=made_of(trace, plan, bench))
         head = {"schema": SCHEMA, "kind": "simulate", "command": record["command"]}
         write_json(output, {**head, **results, "provenance": record})
     if as_json:

@@ -6,9 +6,9 @@ import math
 from typing import Any
 
 from ..errors import AceError
-from ..policies import POLICIES, PRESETS, make
+from ..policies import POLICIES, PRESETS
 from ..policies.base import ALIGNED
-from .grid import CITED, parse_method
+from .grid import CITED, made, parse_method
 
 NEAR = 0.05  # nats a token: as far as is advised to go
 TIE = 1.05  # KLs within this factor are decided by perplexity
@@ -37,8 +37,7 @@ def usable(method: str) -> bool:
     """Whether a method decides each token from gates and tables, so that every engine can run it. What a file names is looked
     up among our own alone: a file must not make us import anything."""
     try:
-        name, params = parse_method(method)
-        policy = make(PRESETS.get(name, name), **params) if name in {*POLICIES, *PRESETS} else None
+        policy = made(method) if parse_method(method)[0] in {*POLICIES, *PRESETS} else None
     except AceError:
         return False
     return policy is not None and policy.servable and not policy.calibrated

@@ -18,12 +18,12 @@ from ..errors import AceError, ModelError, OptionError, PlanError
 from ..plan import Plan, missing_table
 from ..planning.mapping import Fit, Histogram
 from ..planning.recipe import fit_budgets, prepare
-from ..policies import PRESETS, Policy, find
+from ..policies import Policy
 from ..runtime.settings import check_budget
 from ..scoring import Score
 from ..statistics import perplexity_change, perplexity_interval, relative_change, token_interval
 from ..tables.build import add_tables
-from .grid import Grid, Key, parse_method
+from .grid import Grid, Key, class_of
 from .oracle import by_expert, table_correlation
 from .store import begin_run, open_results, write_json
 from .subject import Outcome, Recorder, Subject, by_quantile, dense_pass, identity_of
@@ -48,7 +48,8 @@ def compare(subject: Subject, grid: Grid, path: Path, facts: Results) -> Results
     finished = {Key(c["method"], c["gain"], c["budget"]) for c in results["cells"]}
     missing = [key for key in grid if key not in finished]
     results["grid"] = merged_grid(results.get("grid"), grid)
-    results["references"] = [m for m in results["grid"]["methods"] if is_reference(m)]
+    # these look at every expert's output: they save nothing and show what a perfect score could reach
+    results["references"] = [m for m in results["grid"]["methods"] if class_of(m).needs_norms]
     results["refused"] = {m: why for m, why in results.get("refused", {}).items() if m not in grid.methods}
     if missing or "dense" not in results:
         number = begin_run(results, record)
@@ -61,12 +62,6 @@ def compare(subject: Subject, grid: Grid, path: Path, facts: Results) -> Results
 def commands(before: str | None, now: str) -> str:
     """What made the file: a run that adds to it is named behind the earlier ones."""
     return now if before is None else before if now in before.split(" && ") else f"{before} && {now}"
-
-
-def is_reference(method: str) -> bool:
-    """Whether the method looks at every expert's output: it saves nothing and shows what a perfect score could reach."""
-    name, _ = parse_method(method)
-    return name not in PRESETS and bool(find(name).needs_norms)
 
 
 def identity(subject: Subject, grid: Grid) -> Results:
@@ -100,8 +95,10 @@ class Run:
 
     def all(self, missing: Sequence[Key]) -> None:
         """Policies that need no text share one dense pass; each calibrated one comes after, with a dense pass of its own."""
-        methods = list(dict.fromkeys(key.method for key in missing))
-        ready = {method: made for method in methods if (made := self._tried(method, self._policy, method)) is not None}
+        first = {key.method: self.grid.gains_of(key.method)[0] for key in missing}
+        ready = {
+            m: made for m, gain in first.items() if (made := self._tried(m, self.grid.policy, m, gain)) is not None
+        }
         free = {method: policy for method, policy in ready.items() if not policy.calibrated}
         plan = self.subject.plan
         for method, policy in free.items():
@@ -111,9 +108,6 @@ class Run:
             self._method(method, plan, missing, seen.get(method))
         for method in (m for m in ready if m not in free):
             self._calibrated(method, ready[method], missing)
-
-    def _policy(self, method: str) -> Policy:
-        return self.grid.policy(method, self.grid.gains_of(method)[0])
 
     def _calibrated(self, method: str, policy: Policy, missing: Sequence[Key]) -> None:
         text = self.subject.calibration or self.subject.windows

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from ..errors import OptionError
-from ..plan import Plan
+from ..plan import Plan, typed
 from ..policies import POLICIES, PRESETS, Policy, find, make
 from ..policies import parse as parse_method
 from ..policies.base import ALIGNED
@@ -52,33 +51,37 @@ class Grid:
         return self.gains if own is None else (CITED,) if CITED in self.gains else (str(own),)
 
     def budgets_of(self, method: str) -> tuple[float, ...]:
-        if self.steps and self._class(method).stepwise:
+        if self.steps and class_of(method).stepwise:
             return self.steps
         return tuple(sorted({*self.budgets, *self.steps}))
 
     def stepped(self, top_k: int) -> Grid:
         """With the steps of 1/k, where a method is compared that knows no others."""
-        if not any(self._class(method).stepwise for method in self.methods):
+        if not any(class_of(method).stepwise for method in self.methods):
             return self
         steps = tuple(n / top_k for n in range(1, top_k) if SMALLEST_STEP <= n / top_k <= max(self.budgets))
         return replace(self, steps=steps)
 
-    @staticmethod
-    def _class(method: str) -> type[Policy]:
-        name, _ = parse_method(method)
-        return type(PRESETS[name]) if name in PRESETS else find(name)
-
     def policy(self, method: str, gain: str) -> Policy:
         """The gain `cited` leaves the method its own, and a gain that is written with the method wins."""
-        name, params = parse_method(method)
-        gains = {} if gain == CITED or name in PRESETS else {"gain": gain}
-        return make(PRESETS.get(name, name), **{**self.safeguards, **gains, **params})
+        gains = {} if gain == CITED or parse_method(method)[0] in PRESETS else {"gain": gain}
+        return made(method, **self.safeguards, **gains)
 
     @property
     def calibrated(self) -> bool:
         """Whether any of the methods needs a text."""
-        names = (parse_method(method)[0] for method in self.methods)
-        return ALIGNED in self.gains or any(find(name).calibrated for name in names if name not in PRESETS)
+        return ALIGNED in self.gains or any(class_of(method).calibrated for method in self.methods)
+
+
+def class_of(method: str) -> type[Policy]:
+    name, _ = parse_method(method)
+    return type(PRESETS[name]) if name in PRESETS else find(name)
+
+
+def made(method: str, **settings: Any) -> Policy:
+    """A policy or preset as typed, with these settings unless others are written with it."""
+    name, params = parse_method(method)
+    return make(PRESETS.get(name, name), **{**settings, **params})
 
 
 def first_methods(plan: Plan) -> tuple[str, ...]:
@@ -90,8 +93,7 @@ def first_methods(plan: Plan) -> tuple[str, ...]:
 def written(settings: Mapping[str, Any]) -> str:
     """A policy's settings as a method is written on the command line."""
     given = {**settings.get("params", {}), **{k: v for k, v in settings.items() if k not in ("policy", "params")}}
-    pairs = [f"{name}={json.dumps(value).strip(chr(34))}" for name, value in given.items() if value is not None]
-    return ":".join([settings["policy"], *pairs])
+    return typed(settings["policy"], {name: value for name, value in given.items() if value is not None})
 
 
 def parse_methods(text: str) -> tuple[str, ...]:
@@ -101,8 +103,7 @@ def parse_methods(text: str) -> tuple[str, ...]:
     if not methods:
         raise OptionError(f"No method was named. Choose all, or some of: {', '.join(POLICIES)}.")
     for method in methods:
-        name, params = parse_method(method)
-        make(PRESETS.get(name, name), **params)
+        made(method)
     return methods
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,16 +30,14 @@ def observed(model: PreTrainedModel) -> Iterator[Seen]:
     with ExitStack() as hooks:
         for site in MoEModel.of(model).sites:
             experts = model.get_submodule(site.path)
-            hooks.enter_context(experts.register_forward_pre_hook(_hook(seen[site.key]), with_kwargs=True))
+            hook = partial(_keep, seen[site.key])
+            hooks.enter_context(experts.register_forward_pre_hook(hook, with_kwargs=True))
         yield seen
 
 
-def _hook(found: list[tuple[Tensor, Tensor]]) -> Callable[..., None]:
-    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        hidden, ids = (*args, *kwargs.values())[:2]
-        found.append((ids.cpu(), answers(module, hidden, ids).norm(dim=-1).cpu()))
-
-    return hook
+def _keep(found: list[tuple[Tensor, Tensor]], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    hidden, ids = (*args, *kwargs.values())[:2]
+    found.append((ids.cpu(), answers(module, hidden, ids).norm(dim=-1).cpu()))
 
 
 def by_expert(plan: Plan) -> Tables:

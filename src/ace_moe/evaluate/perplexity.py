@@ -8,7 +8,7 @@ in front of the first window alone; each window's mean loss is multiplied by its
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
@@ -90,12 +90,6 @@ def beginning(tokenizer: Any) -> list[int]:
     return list(full[: next(starts, 0)])
 
 
-def _batches(windows: Sequence[Tensor], size: int) -> Iterator[Tensor]:
-    """[B, L] of consecutive windows of one length, B ≤ size."""
-    for _, same in groupby(windows, key=len):
-        yield from torch.stack(list(same)).split(size)
-
-
 @torch.inference_mode()
 def measure(
     model: PreTrainedModel,
@@ -105,11 +99,13 @@ def measure(
     known: Sequence[float] = (),
     save: Callable[[list[float]], None] = lambda nll: None,
 ) -> Score:
-    """The protocol's score. `known` are windows an earlier run finished; `save` gets all finished ones after each batch."""
+    """The protocol's score, by batches of windows of one length. `known` are windows an earlier run finished; `save` gets all
+    finished ones after each batch."""
     nll = list(known)
     with progress.task("windows", len(windows), done=len(nll)) as task:
-        for ids in _batches(windows[len(nll) :], batch):
-            nll += read(model, ids)
-            save(nll)
-            task.advance(len(ids))
+        for _, alike in groupby(windows[len(nll) :], key=len):
+            for ids in torch.stack(list(alike)).split(batch):
+                nll += read(model, ids)
+                save(nll)
+                task.advance(len(ids))
     return protocol.score(nll, [len(w) for w in windows])

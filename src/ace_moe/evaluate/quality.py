@@ -39,7 +39,8 @@ def run(
         ace.runtime.restore_counts(results.get("counts", {}))
 
     def save(nll: list[float]) -> None:
-        results["nll"], results["counts"] = list(nll), _counts(ace)
+        counts = {} if ace is None else ace.runtime.counts()
+        results["nll"], results["counts"] = list(nll), {key: c.tolist() for key, c in counts.items()}
         if path is not None:
             write_json(path, results)
 
@@ -62,7 +63,3 @@ def identity(protocol: Protocol, windows: Sequence[Tensor], facts: Results) -> R
     """What must be the same for a file to be continued."""
     text = hashlib.sha256(torch.cat(list(windows)).numpy().tobytes()).hexdigest()
     return {"protocol": protocol.name, "text": text, "windows": len(windows), **facts["setup"]}
-
-
-def _counts(ace: ACE | None) -> Results:
-    return {} if ace is None else {key: c.tolist() for key, c in ace.runtime.counts().items()}

@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any, TypeGuard
 
 import torch
@@ -22,9 +23,8 @@ from ..planning.passes import Counted, Passes, attached, observe
 from ..policies import Decision, Policy, Routing, TokenPolicy
 from ..provenance import provenance
 from ..runtime import Runtime
-from ..runtime.layer import Observer
 from ..runtime.report import ratio
-from ..scoring import Score, predict, score
+from ..scoring import Score, score
 from ..text import Windows
 
 
@@ -39,11 +39,9 @@ class Subject:
     calibration: Windows | None = None  # text for the policies that need one
     reference: Reference = field(default_factory=Reference)  # the unskipped model's predictions
 
-    @contextmanager
-    def under(self, policy: Policy, plan: Plan | None = None) -> Iterator[Runtime]:
+    def under(self, policy: Policy, plan: Plan | None = None) -> AbstractContextManager[Runtime]:
         """The policy in the model, on the torch path: kernels know some policies only, and rounding would differ."""
-        with attached(self.model, plan or self.plan, policy) as runtime:
-            yield runtime
+        return attached(self.model, plan or self.plan, policy)
 
 
 def facts(subject: Subject, name: str, inputs: Mapping[str, str] | None = None) -> dict[str, Any]:
@@ -80,10 +78,7 @@ def identity_of(model: PreTrainedModel) -> dict[str, Any]:
 
 def dense_pass(subject: Subject, policies: Mapping[str, TokenPolicy]) -> tuple[Score, dict[str, Histogram]]:
     """The unskipped model's score, and what every policy's slots contributed in that one pass."""
-
-    def read() -> Score:
-        return score(subject.model, subject.windows, subject.batch, keep=subject.reference)
-
+    read = partial(score, subject.model, subject.windows, subject.batch, keep=subject.reference)
     return observe(subject.model, subject.plan, policies, read)
 
 
@@ -105,23 +100,15 @@ class Recorder(Passes):
 
     def __init__(self, runtime: Runtime, subject: Subject, faithful: bool = True):
         """`faithful`: whether passes are held against the unskipped model."""
-        run = self._score if faithful else score
+        run = partial(score, whole=self._whole) if faithful else score
         super().__init__(runtime, subject.model, subject.windows, subject.batch, run, subject.calibration)
         self.subject = subject
         self.outcomes: dict[float, Outcome] = {}
         self.asked: list[float] = []  # every τ, whether a pass was needed for it or not
 
-    def _score(self, model: PreTrainedModel, windows: Windows, batch: int) -> Score:
-        return score(model, windows, batch, whole=self._whole)
-
     def _whole(self, number: int, ids: Tensor) -> Tensor:
         """The unskipped model's logits of a batch, computed beside the pass that asks where they were not kept."""
-
-        def compute() -> Tensor:
-            with self.runtime.aside():
-                return predict(self.model, ids)
-
-        return self.subject.reference.of(number, compute)
+        return self.subject.reference.of(number, lambda: self.whole(ids))
 
     def __call__(self, threshold: float) -> Histogram:
         """What the slots contributed. Where the ratio alone counts, a τ that was tried is not run again."""
@@ -154,16 +141,14 @@ def by_quantile(policy: Policy) -> TypeGuard[TokenPolicy]:
 def _by_expert(runtime: Runtime) -> Iterator[dict[str, Tensor]]:
     """Routed and executed slots by expert, [2, E + 1] for each layer; they grow inside, without a host sync."""
     counted = {key: layer.counts.new_zeros(2, layer.mark + 1) for key, layer in runtime.layers.items()}
-    with runtime.observed(lambda key: _adder(counted[key], runtime.layers[key].mark)):
+
+    def add(key: str, routing: Routing, protected: Tensor | None, decision: Decision) -> None:
+        ran = torch.where(decision.keep, decision.ids, runtime.layers[key].mark)
+        both = torch.stack([routing.ids, ran]).flatten(1).long()
+        counted[key].scatter_add_(1, both, torch.ones_like(both))
+
+    with runtime.observed(lambda key: partial(add, key)):
         yield counted
-
-
-def _adder(counts: Tensor, mark: int) -> Observer:
-    def add(routing: Routing, protected: Tensor | None, decision: Decision) -> None:
-        both = torch.stack([routing.ids, torch.where(decision.keep, decision.ids, mark)]).flatten(1).long()
-        counts.scatter_add_(1, both, torch.ones_like(both))
-
-    return add
 
 
 def _ratios(counted: Tensor) -> list[float | None]:

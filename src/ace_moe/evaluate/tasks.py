@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from .. import progress
 from ..ace import ACE
@@ -52,14 +53,6 @@ class Task:
         return "acc" if self.right is None else "exact_match"
 
 
-def _options(row: Row) -> list[str]:
-    return [row[f"distractor{n}"] for n in (1, 2, 3)] + [row["correct_answer"]]
-
-
-def _code_passes(row: Row, text: str) -> bool:
-    return passes(program(row["prompt"], text, row["test"], row["entry_point"]))
-
-
 def _question(row: Row) -> str:
     query = row["query"]
     return f"{query if query.startswith('Question:') else f'Question: {query}'}\nAnswer:"
@@ -88,7 +81,7 @@ EVERY = (
         "sciq",
         ("question", "distractor1", "distractor2", "distractor3", "correct_answer", "support"),
         lambda row: f"{row['support']}\nQuestion: {row['question']}\nAnswer:".lstrip(),
-        choices=_options,
+        choices=lambda row: [*(row[f"distractor{n}"] for n in (1, 2, 3)), row["correct_answer"]],
         gold=lambda row: 3,
         cap=SHORT,
         hub={"lm_eval": "sciq", "evalscope": "sciq"},
@@ -121,7 +114,7 @@ EVERY = (
         "humaneval",
         ("prompt", "test", "entry_point"),
         lambda row: row["prompt"],
-        right=_code_passes,
+        right=lambda row, text: passes(program(row["prompt"], text, row["test"], row["entry_point"])),
         stop=CODE_STOPS,
         runs_code=True,
         hub={"dataset": "openai/openai_humaneval", "evalscope": "humaneval"},
@@ -207,18 +200,26 @@ def _check_row(task: Task, row: Row, where: str) -> None:
 # ---- a run --------------------------------------------------------------------------------------------------------
 
 
-class Harness(Protocol):
-    """lm-eval or EvalScope with a model in it."""
+class Harness(ABC):
+    """lm-eval or EvalScope. `model` is the harness's own kind of model with our plan in it."""
+
+    model: Any
 
     @property
-    def ace(self) -> ACE: ...
-    def set_skip(self, skip: float) -> None: ...
+    def ace(self) -> ACE:
+        return self.model.ace
+
+    def set_skip(self, skip: float) -> None:
+        self.ace.set_skip(skip)
+        self.ace.reset()
+
+    @abstractmethod
     def ask(self, name: str, rows: Sequence[Row] | None, limit: int | None) -> tuple[str, list[float]]:
         """The metric's name and its value for each question; `rows` None takes the harness's own data."""
-        ...
 
     @property
-    def realised(self) -> float: ...
+    def realised(self) -> float:
+        return self.ace.realised
 
 
 def evaluate(

@@ -87,7 +87,8 @@ def _workload(
 ) -> None:
     """One workload's own thresholds, and what they realise on every other."""
     name = windows.workload.name
-    todo = [b for b in setup.budgets if not _found(results["workloads"], workload=name, budget=b)]
+    known = {(row["workload"], row["budget"]) for row in results["workloads"]}
+    todo = [b for b in setup.budgets if (name, b) not in known]
     if not todo:
         return
     with setup.subject.under(setup.policy) as runtime:
@@ -107,10 +108,6 @@ def _workload(
 def _carry(threshold: float, source: str, to: str, run: Recorder, seen: Mapping[str, Histogram]) -> Results:
     realised = seen[to].ratio(threshold) if to in seen else run.outcome(threshold).realised
     return {"from": source, "to": to, "threshold": threshold, "realised": realised}
-
-
-def _found(rows: Sequence[Results], **values: Any) -> bool:
-    return any(all(row[k] == v for k, v in values.items()) for row in rows)
 
 
 # ---- cost ---------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What the evaluation harnesses share: one model with a plan attached, its budget and what was skipped."""
+"""What the evaluation harnesses share: a plan among a model's options, a checkpoint without code, data that is not there."""
 
 from __future__ import annotations
 
@@ -48,21 +48,3 @@ def data_of(task: str) -> Iterator[None]:
             "fetched before: check the name and the network (HF_HUB_OFFLINE forbids it), or give questions of your own in a "
             "folder with `ace eval --data FOLDER`."
         ) from error
-
-
-class Harness:
-    """`model` is the harness's own kind of model with our plan in it."""
-
-    model: Any
-
-    @property
-    def ace(self) -> ACE:
-        return self.model.ace
-
-    def set_skip(self, skip: float) -> None:
-        self.ace.set_skip(skip)
-        self.ace.reset()
-
-    @property
-    def realised(self) -> float:
-        return self.ace.realised

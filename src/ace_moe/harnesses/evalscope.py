@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import IntegrationError
-from ..evaluate.tasks import LONG, TASKS, Row, Task, check_source
-from .base import Harness, data_of, folder_without_code, load_ace
+from ..evaluate.tasks import LONG, TASKS, Harness, Row, Task, check_source
+from .base import data_of, folder_without_code, load_ace
 
 try:
     from evalscope import TaskConfig, run_task
@@ -123,7 +123,6 @@ class EvalScope(Harness):
         self.model, self.cap, self.batch = model, cap, batch
 
     def ask(self, name: str, rows: Sequence[Row] | None, limit: int | None) -> tuple[str, list[float]]:
-        """(metric, its value for each question)."""
         scores = [review["sample_score"]["score"] for review in self.reviews(name, rows, limit)]
         return scores[0]["main_score_name"], [float(s["value"][s["main_score_name"]]) for s in scores]
 

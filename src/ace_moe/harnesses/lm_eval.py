@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..errors import IntegrationError, TaskError
-from ..evaluate.tasks import TASKS, Row, Task, check_source
+from ..evaluate.tasks import TASKS, Harness, Row, Task, check_source
 from ..loading import default_device, load_model, load_tokenizer
-from .base import Harness, data_of, load_ace
+from .base import data_of, load_ace
 
 try:
     import datasets
@@ -111,7 +111,6 @@ class LmEval(Harness):
         self.manager = TaskManager()  # reads the index of all tasks, once
 
     def ask(self, name: str, rows: Sequence[Row] | None, limit: int | None) -> tuple[str, list[float]]:
-        """(metric, its value for each question)."""
         found = self.results(name, rows, limit)
         samples = [sample for task in found["samples"].values() for sample in task]
         metric = next(m for m in ("acc", "exact_match", *samples[0]["metrics"]) if m in samples[0])

@@ -6,15 +6,14 @@ the curve says y, and lines through these points, from (0, 0) to the limit, give
 
 from __future__ import annotations
 
-import json
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ..errors import BudgetError
-from .curves import Curve
-from .entries import Phase, Threshold, Workload
+from ..errors import BudgetError, out_of_reach
+from .curves import Curve, on_line
+from .entries import Phase, Threshold, Workload, typed
 from .workloads import distinct, labels, pick
 
 How = Literal["measured", "between", "uncorrected"]
@@ -110,10 +109,7 @@ class Known:
 
 def _from_curve(curve: Curve, measured: Sequence[Threshold], budget: float) -> Answer:
     if budget > curve.limit + STEP:
-        raise BudgetError(
-            f"A budget of {budget:.1%} cannot be met: the safeguards protect all but {curve.limit:.1%} of the slots on "
-            f"{curve.workload.name}. Lower the budget, min_active or min_mass."
-        )
+        raise out_of_reach(budget, curve.limit, f"on {curve.workload.name}")
     line = _line(curve, measured)
     tau = curve.threshold(_at(line, budget))
     expected = _at([(y, x) for x, y in line], curve.ratio(tau))
@@ -141,12 +137,8 @@ def _line(curve: Curve, measured: Sequence[Threshold]) -> list[tuple[float, floa
 
 
 def _at(line: Sequence[tuple[float, float]], x: float) -> float:
-    """y on the line through the points; beyond its ends the ends."""
-    at = bisect_left(line, (x,))
-    if at == 0 or at == len(line):
-        return line[min(at, len(line) - 1)][1]
-    (x0, y0), (x1, y1) = line[at - 1], line[at]
-    return y1 if x1 == x0 else y0 + (x - x0) / (x1 - x0) * (y1 - y0)
+    xs, ys = zip(*line, strict=True)
+    return on_line(xs, ys, x)
 
 
 def _left_out(line: Sequence[tuple[float, float]], budget: float) -> float:
@@ -172,9 +164,7 @@ def _brief(settings: Mapping[str, Any]) -> str:
 
 def _flags(settings: Mapping[str, Any]) -> str:
     """The settings as a command takes them."""
-    written = {k: v if isinstance(v, str) else json.dumps(v) for k, v in settings["params"].items()}
-    policy = ":".join([settings["policy"], *(f"{k}={v}" for k, v in written.items())])
-    flags = [f"--policy {policy}", f"--gain {settings['gain']}"]
+    flags = [f"--policy {typed(settings['policy'], settings['params'])}", f"--gain {settings['gain']}"]
     flags += [f"--min-active {settings['min_active']}"] if settings["min_active"] != 1 else []
     flags += [f"--min-mass {settings['min_mass']:g}"] if settings["min_mass"] else []
     return " ".join(flags)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -54,12 +54,7 @@ class Curve:
 
     def ratio(self, threshold: float) -> float:
         """The dense model's ratio at τ."""
-        taus, ratios = self._lists
-        at = bisect_left(taus, threshold)
-        if at == 0 or at == len(taus):
-            return ratios[min(at, len(taus) - 1)]
-        share = (threshold - taus[at - 1]) / (taus[at] - taus[at - 1])
-        return ratios[at - 1] + share * (ratios[at] - ratios[at - 1])
+        return on_line(*self._lists, threshold)
 
     def threshold(self, budget: float) -> float:
         """The τ of a ratio; in a step that of its nearer end, and in the middle where several τ have one ratio."""
@@ -69,8 +64,7 @@ class Curve:
             return self._middle(at)
         if taus[at] - taus[at - 1] <= 1.5 * BIN:
             return self._middle(at if ratios[at] - budget < budget - ratios[at - 1] else at - 1)
-        share = (budget - ratios[at - 1]) / (ratios[at] - ratios[at - 1])
-        return round((taus[at - 1] + share * (taus[at] - taus[at - 1])) / BIN) * BIN
+        return round(on_line(ratios, taus, budget) / BIN) * BIN
 
     def _middle(self, at: int) -> float:
         taus, ratios = self._lists
@@ -79,6 +73,15 @@ class Curve:
 
     def to_json(self, tensor: str) -> dict[str, Any]:
         return {**self.settings, "workload": vars(self.workload), "tensor": tensor, "date": self.date}
+
+
+def on_line(xs: Sequence[float], ys: Sequence[float], x: float) -> float:
+    """y on the line through the points, whose x never falls; beyond its ends the ends."""
+    at = bisect_left(xs, x)
+    if at == 0 or at == len(xs):
+        return ys[min(at, len(xs) - 1)]
+    share = (x - xs[at - 1]) / (xs[at] - xs[at - 1])
+    return ys[at - 1] + share * (ys[at] - ys[at - 1])
 
 
 def shaping(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -72,6 +73,11 @@ class Threshold:
         if not 0 <= found.threshold <= MOST_TAU or not all(0 <= n <= 1 for n in (found.budget, found.realised)):
             raise ValueError(f"threshold entry with budget {found.budget!r} has a value out of range")  # NaN too
         return found
+
+
+def typed(policy: str, settings: Mapping[str, Any]) -> str:
+    """A policy with settings as a command takes it: ace, share:squared=true."""
+    return ":".join([policy, *(f"{k}={v if isinstance(v, str) else json.dumps(v)}" for k, v in settings.items())])
 
 
 def check_settings(settings: Mapping[str, Any], where: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from ..plan.shapes import aligned_tables
 from ..policies import Decision, Policy, Routing
 from ..policies.calibration import run_experts
 from ..runtime import Runtime
-from ..runtime.layer import Layer, Observer
+from ..runtime.layer import Layer
 from ..text import Windows
 
 LARGEST = 4.0  # scale: a component that hardly moves in the skipped sums is not blown up
@@ -35,14 +36,11 @@ def gathered(runtime: Runtime, tau: float, read: Callable[[], object], reduce: R
     """By layer: what the experts' sums, whole and skipped at τ, come to, with nothing skipped in the layers before."""
     found: dict[str, list[Tensor]] = {key: [] for key in runtime.layers}
 
-    def make(key: str) -> Observer:
-        def observer(routing: Routing, protected: Tensor | None, decision: Decision) -> None:
-            assert protected is not None
-            found[key].append(reduce(*_pair(runtime.layers[key], routing, rule.kept(protected, tau))))
+    def see(key: str, routing: Routing, protected: Tensor | None, decision: Decision) -> None:
+        assert protected is not None
+        found[key].append(reduce(*_pair(runtime.layers[key], routing, rule.kept(protected, tau))))
 
-        return observer
-
-    with runtime.aside(), runtime.observed(make):
+    with runtime.aside(), runtime.observed(lambda key: partial(see, key)):
         read()
     return {key: torch.stack(parts).sum(0).cpu() for key, parts in found.items()}
 

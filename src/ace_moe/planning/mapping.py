@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ..errors import BudgetError, no_numbers
+from ..errors import BudgetError, no_numbers, out_of_reach
 
 BINS = 1 << 20  # a power of two: scaling a float by it is exact, so "bin < b" and "contribution < b / BINS" agree
 
@@ -117,10 +117,7 @@ def quantile_fits(dense: Dense, budgets: Sequence[float]) -> list[Fit]:
     for budget in budgets:
         tau = dense.threshold(budget)
         if budget > dense.limit:
-            raise BudgetError(
-                f"A budget of {budget:.1%} cannot be met: the safeguards protect all but {dense.limit:.1%} of the slots on this "
-                "text. Lower the budget, min_active or min_mass."
-            )
+            raise out_of_reach(budget, dense.limit, "on this text")
         fits.append(Fit(budget, tau, dense.ratio(tau), 0, corrected=False))
     return fits
 
@@ -143,7 +140,7 @@ def correct(run: Pass, fit: Fit, tolerance: float = 5e-4, max_passes: int = 6) -
             break
         tau = seen.threshold(fit.budget)
     assert best is not None
-    return Fit(best.budget, best.threshold, best.realised, done, corrected=True)
+    return replace(best, passes=done)
 
 
 def search(run: Pass, budget: float, tolerance: float = 5e-4, max_passes: int = 24) -> Fit:
@@ -163,4 +160,4 @@ def bisect(realised: Callable[[float], float], budget: float, tolerance: float, 
         if abs(found - budget) <= tolerance or high - low <= 1 / BINS:
             break
         low, high = (tau, high) if found < budget else (low, tau)
-    return Fit(budget, best.threshold, best.realised, done, corrected=True)
+    return replace(best, passes=done)

@@ -20,7 +20,6 @@ from ..integrations.transformers import Attachment
 from ..plan import Plan
 from ..policies import Decision, Policy, Routing, TokenPolicy
 from ..runtime import Runtime
-from ..runtime.layer import Observer
 from ..scoring import predict
 from ..statistics import token_interval
 from ..text import Windows, windows_of
@@ -81,6 +80,11 @@ class Passes:
         self.runtime.set(torch.full((3,), threshold))
         self.runtime.reset()
 
+    def whole(self, ids: Tensor) -> Tensor:
+        """The unskipped model's logits [B, L, V]; nothing of it is counted."""
+        with self.runtime.aside():
+            return predict(self.model, ids)
+
     def __call__(self, threshold: float) -> Histogram:
         """What the slots contributed at this τ; policies without contributions say what they skipped."""
         self.set(threshold)
@@ -131,8 +135,7 @@ def judge(
     with attached(model, plan, policy) as runtime, progress.task("fidelity", len(part)) as task:
         passes = Passes(runtime, model, windows, batch)
         for ids in part.split(batch):
-            with runtime.aside():
-                whole = predict(model, ids)
+            whole = passes.whole(ids)
             for tau, sums in zip(taus, found, strict=True):
                 passes.set(tau)
                 sums.add(compare(whole, predict(model, ids)))
@@ -180,12 +183,9 @@ def observe(
             for other in beside.values():
                 other.add(key, layer.mark, layer.counts.device)
 
-        def make(key: str) -> Observer:
-            def observer(routing: Routing, protected: Tensor | None, decision: Decision) -> None:
-                for method, other in beside.items():
-                    seen[method].add(other.layers[key].protected(routing), routing.token_mask)
+        def see(key: str, routing: Routing, protected: Tensor | None, decision: Decision) -> None:
+            for method, other in beside.items():
+                seen[method].add(other.layers[key].protected(routing), routing.token_mask)
 
-            return observer
-
-        with runtime.observed(make):
+        with runtime.observed(lambda key: partial(see, key)):
             return read(), seen

@@ -13,7 +13,6 @@ from ..errors import StructureError
 from ..fidelity import Reference, compare
 from ..plan import Plan
 from ..policies import TokenPolicy
-from ..runtime import Runtime
 from ..scoring import predict, window_nll
 from ..tables.build import add_tables
 from ..text import Windows, windows_of
@@ -80,20 +79,18 @@ class Trials:
                     self.task.advance()
 
     def _row(self, passes: Passes, number: int, taus: Sequence[float]) -> Row:
-        ids, runtime = self.windows.ids[number : number + 1], passes.runtime
-        whole, row = self.reference.of(number, lambda: self._whole(runtime, number)), []
+        ids, row = self.windows.ids[number : number + 1], []
+        whole = self.reference.of(number, lambda: self._whole(passes, number, ids))
         for tau in taus:
             passes.set(tau)
             logits = predict(self.model, ids)
             kl, agreement, _ = compare(whole, logits)[0].tolist()
-            row.append([kl, agreement, float(window_nll(logits, ids.to(logits.device))[0]), runtime.realised])
+            row.append([kl, agreement, float(window_nll(logits, ids.to(logits.device))[0]), passes.runtime.realised])
         return row
 
-    def _whole(self, runtime: Runtime, number: int) -> torch.Tensor:
+    def _whole(self, passes: Passes, number: int, ids: torch.Tensor) -> torch.Tensor:
         """The unskipped model's logits of a window, and its loss."""
-        ids = self.windows.ids[number : number + 1]
-        with runtime.aside():
-            logits = predict(self.model, ids)
+        logits = passes.whole(ids)
         lost = float(window_nll(logits, ids.to(logits.device))[0])
         self.journal.numbers.setdefault("unskipped", {})[str(number)] = lost
         return logits

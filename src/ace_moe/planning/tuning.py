@@ -179,8 +179,8 @@ class Search(Trials):
             "factor_first": lambda: dict.fromkeys(self.plan.tables, 1.0),
         }
         names = [self._numbered(name, lambda make=make: factors.as_factor(make())) for name, make in made.items()]
-        guard = {"factor_first": [next(iter(self.plan.tables))]}
-        self.plan = replace(self.plan, guarded=self.plan.guarded | {k: tuple(v) for k, v in guard.items()})
+        first_layer = (next(iter(self.plan.tables)),)
+        self.plan = replace(self.plan, guarded=self.plan.guarded | {"factor_first": first_layer})
         return names
 
     def _mark(self, policy: TokenPolicy | None = None) -> str:

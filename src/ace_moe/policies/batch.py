@@ -88,5 +88,5 @@ def group_sum(values: Tensor, routing: Routing, group: int) -> Tensor:
 
 
 def marked(ids: Tensor, mark: Tensor, experts: int) -> Tensor:
-    """[T, E]: 1 at the experts of the slots in `mark` [T, k]."""
+    """[T, E]: 1 at the experts of the slots in `mark` [T, k]; of a step's slots in one row: the experts it reads."""
     return torch.zeros(len(ids), experts, device=ids.device).scatter_add(-1, ids, mark.float()).clamp(max=1)

@@ -60,7 +60,7 @@ def train(model: Model, windows: Windows | None, epochs: int, strength: float) -
     """(α [E], β scalar) by layer key. The model's own weights and flags are left as they were."""
     places, text = sites(model), needed(windows).ids.to(model.device)
     seen = [watch(model, ids, places) for ids in text.split(1)]
-    alpha, beta = _start(model, places, seen)
+    alpha, beta = _start(places, seen)
     flags = [(p, p.requires_grad) for p in model.parameters()]
     try:
         for parameter, _ in flags:
@@ -73,7 +73,7 @@ def train(model: Model, windows: Windows | None, epochs: int, strength: float) -
     return {k: a.detach().cpu() for k, a in alpha.items()}, {k: b.detach().cpu() for k, b in beta.items()}
 
 
-def _start(model: Model, places: list[Site], seen: list[dict[str, Call]]) -> tuple[Weights, Weights]:
+def _start(places: list[Site], seen: list[dict[str, Call]]) -> tuple[Weights, Weights]:
     alpha, beta = {}, {}
     for number, site in enumerate(places):
         gate = torch.stack([calls[site.key].gates.float().mean() for calls in seen]).mean()

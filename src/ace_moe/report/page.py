@@ -60,7 +60,8 @@ def page(
         "provenance": record,
         "commands": list(dict.fromkeys(r["command"] for r in every)),
     }
-    return fill("page.html", title=html.escape(title), style=asset("style.css"), script=script(), data=embed(data))
+    looks = {"style": asset("style.css"), "script": "\n".join(map(asset, SCRIPTS))}
+    return fill("page.html", title=html.escape(title), data=embed(data), **looks)
 
 
 def model_of(results: Results) -> str:
@@ -112,10 +113,6 @@ def without_windows(results: Results) -> Results:
 
 def asset(name: str) -> str:
     return (files(__package__) / "assets" / name).read_text(encoding="utf-8")
-
-
-def script() -> str:
-    return "\n".join(asset(name) for name in SCRIPTS)
 
 
 def embed(value: Any) -> str:

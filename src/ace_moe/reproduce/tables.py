@@ -49,10 +49,13 @@ class Setup:
         return str(self.folder / file)
 
     def sizes(self) -> list[str]:
-        return ["--tokens", str(self.tokens), "--window", str(self.window), "--batch", str(self.batch), *self.on()]
+        return flags(tokens=self.tokens, window=self.window, batch=self.batch, device=self.device)
 
-    def on(self) -> list[str]:
-        return ["--device", self.device] if self.device else []
+
+def flags(**given: object) -> list[str]:
+    """Options as they are typed: of what is true the name alone, of what is not given nothing."""
+    named = {f"--{name.replace('_', '-')}": value for name, value in given.items() if value not in (None, False)}
+    return [part for name, value in named.items() for part in ([name] if value is True else [name, str(value)])]
 
 
 @dataclass(frozen=True)
@@ -133,20 +136,11 @@ def _plan(setup: Setup) -> Step:
 
 def _compare(setup: Setup, table: str, methods: Sequence[str], budgets: Sequence[float]) -> Step:
     """Without correction: the paper maps with one pass and reports what it realised."""
-    argv: tuple[str, ...] = ("compare", setup.model, "--text", str(setup.text), "--methods", ",".join(methods))
-    argv += (
-        "--gains",
-        "cited",
-        "--budgets",
-        _listed(budgets),
-        "--plan",
-        setup.at(PLAN),
-        "--no-correct",
-        *setup.sizes(),
-    )
+    given = flags(text=setup.text, methods=",".join(methods), gains="cited", budgets=_listed(budgets))
+    given += [*flags(plan=setup.at(PLAN), no_correct=True), *setup.sizes(), "-o", setup.at("compare.json")]
     asked = {(method, budget) for method in methods for budget in budgets}
     return Step(
-        f"{table}: perplexity", (*argv, "-o", setup.at("compare.json")), "compare.json", 1 + 2 * len(asked),
+        f"{table}: perplexity", ("compare", setup.model, *given), "compare.json", 1 + 2 * len(asked),
         lacks="" if budgets else NO_BUDGET, whole=lambda found: asked <= _measured(found),
     )  # fmt: skip
 
@@ -158,26 +152,16 @@ def _measured(found: Any) -> set[tuple[str, float]]:
 
 def _accuracy(setup: Setup, table: str, method: str, budgets: Sequence[float]) -> list[Step]:
     """Thresholds of the method into the plan, then the tasks. The paper maps on each task's own prompts, this on the text."""
-    policy = ("--preset", "paper") if method == "paper" else ("--policy", method)
+    policy = {"preset": "paper"} if method == "paper" else {"policy": method}
     lacks = _lacking(setup) if budgets else NO_BUDGET
-    argv: tuple[str, ...] = ("budget", setup.model, "--plan", setup.at(PLAN), "--text", str(setup.text))
-    argv += ("--budgets", _listed(budgets))
+    given = flags(plan=setup.at(PLAN), text=setup.text, budgets=_listed(budgets), **policy)
+    given += [*flags(no_correct=True, no_fidelity=True), *setup.sizes()]
+    mapped = Step(f"{table}: thresholds of {method}", ("budget", setup.model, *given), PLAN, 1, lacks=lacks)
     file = f"eval_{method.replace(':', '_').replace('=', '_')}.json"
-    argv += (*policy, "--no-correct", "--no-fidelity", *setup.sizes())
-    mapped = Step(f"{table}: thresholds of {method}", argv, PLAN, 1, lacks=lacks)
-    asked: tuple[str, ...] = ("eval", setup.model, "--plan", setup.at(PLAN), "--tasks", setup.tasks)
-    asked += (
-        "--skip",
-        f"0,{_listed(budgets)}",
-        *policy,
-        "--harness",
-        setup.harness,
-        *setup.on(),
-        *(("--data", str(setup.data)) if setup.data else ()),
-    )
-    asked += (*(("--limit", str(setup.limit)) if setup.limit else ()), *(("--run-code",) if setup.run_code else ()))
-    needs = "" if setup.data else "hub"
-    return [mapped, Step(f"{table}: accuracy of {method}", (*asked, "-o", setup.at(file)), file, 0, needs, lacks)]
+    asked = flags(plan=setup.at(PLAN), tasks=setup.tasks, skip=f"0,{_listed(budgets)}", **policy, harness=setup.harness)
+    asked += flags(device=setup.device, data=setup.data, limit=setup.limit, run_code=setup.run_code)
+    argv = ("eval", setup.model, *asked, "-o", setup.at(file))
+    return [mapped, Step(f"{table}: accuracy of {method}", argv, file, 0, "" if setup.data else "hub", lacks)]
 
 
 def _lacking(setup: Setup) -> str:
@@ -215,8 +199,8 @@ def cost(setup: Setup) -> Table:
 
 def _thresholds(setup: Setup, name: str, budgets: Sequence[float]) -> Step:
     texts = [part for path in setup.workloads for part in ("--text", str(path))]
-    argv: tuple[str, ...] = ("study", "thresholds", setup.model, *texts, "--policy", "ace", "--gain", "kept")
-    argv += ("--plan", setup.at(PLAN), "--budgets", _listed(budgets), "--no-measured", *setup.sizes())
+    given = flags(policy="ace", gain="kept", plan=setup.at(PLAN), budgets=_listed(budgets), no_measured=True)
+    argv = ("study", "thresholds", setup.model, *texts, *given, *setup.sizes())
     lacks = "" if len(setup.workloads) > 1 else "two workloads or more are needed: repeat --workload for each"
     asked = {(path.name, budget) for path in setup.workloads for budget in budgets}
     return Step(
@@ -230,9 +214,9 @@ def _thresholds(setup: Setup, name: str, budgets: Sequence[float]) -> Step:
 
 def latency(setup: Setup) -> Table:
     """The paper's BF16 is transformers' eager experts; without a GPU the times are of whatever there is."""
-    argv = ("bench", setup.model, "--plan", setup.at(PLAN), "--rows", "paper", "--skip", "0,0.6", "--stock", "eager")
+    given = flags(plan=setup.at(PLAN), rows="paper", skip="0,0.6", stock="eager", device=setup.device)
     step = Step(
-        "latency", (*argv, *setup.on(), "-o", setup.at("latency.json")), "latency.json", 0, needs="GPU",
+        "latency", ("bench", setup.model, *given, "-o", setup.at("latency.json")), "latency.json", 0, needs="GPU",
         whole=lambda found: all(_timed(found, what, size) for what in ("ttft", "tpot") for size in SIZES),
     )  # fmt: skip
     cells = []

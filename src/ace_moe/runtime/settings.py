@@ -91,7 +91,10 @@ def answers(plan: Plan, policy: Policy, skip: Skip, workload: str | None = None)
         return dict.fromkeys(wanted, plan.answer(policy.settings, wanted["decode"], "both", workload))
     entries = {"verify": "verify" if "verify" in skip else "decode"}  # verify follows decode unless it is named
     found = {p: plan.answer(policy.settings, b, entries.get(p, p), workload) for p, b in wanted.items()}  # type: ignore[arg-type]
-    return found if len(set(wanted.values())) == 1 else {p: _apart(answer) for p, answer in found.items()}
+    if len(set(wanted.values())) == 1:
+        return found
+    skipping = {p: answer for p, answer in found.items() if answer.expected != 0}
+    return found | {p: replace(a, how="uncorrected", error=None, notice=a.notice or APART) for p, a in skipping.items()}
 
 
 def alignment(plan: Plan, policy: Policy, skip: Skip, workload: str | None = None) -> dict[str, Tensor]:
@@ -113,14 +116,6 @@ def alignment(plan: Plan, policy: Policy, skip: Skip, workload: str | None = Non
     return {key: torch.stack([layer[name] for name in names]) for key, layer in plan.tables.items()}
 
 
-def _apart(answer: Answer) -> Answer:
-    return (
-        answer
-        if answer.expected == 0
-        else replace(answer, how="uncorrected", error=None, notice=answer.notice or APART)
-    )
-
-
 def by_phase(skip: Skip) -> dict[str, float]:
     """One budget for all phases, or a mapping that names prefill and decode; verify follows decode unless it is named."""
     if not isinstance(skip, Mapping):
@@ -134,8 +129,8 @@ def by_phase(skip: Skip) -> dict[str, float]:
     return {phase: skip.get(phase, skip["decode"]) for phase in PHASES}
 
 
-def check_budget(budget: object, top_k: int, min_active: int = 1) -> float:
-    """A budget as a number the rule can meet, or an error that names the limit."""
+def check_fraction(budget: object) -> float:
+    """A budget as a number, whatever the model."""
     try:
         value = float(budget)  # type: ignore[arg-type]
     except (TypeError, ValueError, OverflowError):
@@ -146,7 +141,12 @@ def check_budget(budget: object, top_k: int, min_active: int = 1) -> float:
         raise BudgetError(
             f"A budget is a fraction from 0 to less than 1 of the routed slots, such as 0.5; not {budget!r}."
         )
-    limit = most(top_k, min_active)
+    return value
+
+
+def check_budget(budget: object, top_k: int, min_active: int = 1) -> float:
+    """A budget as a number the rule can meet, or an error that names the limit."""
+    value, limit = check_fraction(budget), most(top_k, min_active)
     if value > limit:
         raise BudgetError(
             f"A budget of {value:.1%} cannot be met: with {top_k} slots a token and {min_active} always kept, at most "

@@ -47,16 +47,13 @@ class Tracker:
     def sync(self) -> None:
         """What was counted until now is no step's."""
         self._follow()
-        self.seen.copy_(self._total())
+        self.seen.copy_(torch.stack([layer.counts for layer in self.layers]).sum(0)[:, :2])
 
     def _follow(self) -> None:
         """Where the model was moved to another device."""
         device = self.layers[0].counts.device
         if device != self.shared.tau.device:
             self.shared, self.seen = self.state.moving_on(device), self.seen.to(device)
-
-    def _total(self) -> Tensor:
-        return torch.stack([layer.counts for layer in self.layers]).sum(0)[:, :2]
 
     def step(self) -> None:
         """Behind the last layer of a step."""

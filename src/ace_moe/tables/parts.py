@@ -24,7 +24,7 @@ from ..checkpoint.hub import StreamedSource
 from ..checkpoint.model import check_sizes
 from ..checkpoint.source import CheckpointSource
 from ..errors import PlanError
-from ..files import replace_whole
+from ..files import UNFINISHED, replace_whole
 from ..plan import Fingerprint, Plan, Sample
 from . import tables
 from .build import whole_tables
@@ -113,6 +113,8 @@ class Parts:
         return Plan(whole_tables({p.key: p.tables for p in parts}, undefined), fingerprint, moe.name, undefined)
 
     def remove(self) -> None:
-        for path in self.folder.glob("*.safetensors"):
-            path.unlink()
+        """With what a writer that was killed left unfinished."""
+        for pattern in ("*.safetensors", f"*{UNFINISHED}"):
+            for path in self.folder.glob(pattern):
+                path.unlink()
         self.folder.rmdir()

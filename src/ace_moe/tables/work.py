@@ -7,7 +7,7 @@ import os
 import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +62,7 @@ def build_in_parts(job: Job, say: Callable[[str], None] = lambda line: None) -> 
         todo = [site for site in missing if site in wanted]
         if estimated := estimate(moe, todo, job.workers):
             say(estimated)
-        _work(Job(**{**vars(job), "commit": commit}), moe, todo, len(wanted), parts)
+        _work(replace(job, commit=commit), moe, todo, len(wanted), parts)
         missing = parts.missing(moe)
         return (None, missing) if missing else (parts.plan(moe), [])
 

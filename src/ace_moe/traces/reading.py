@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -11,7 +11,6 @@ from transformers import PreTrainedModel
 from .. import progress
 from ..policies import Decision, Routing
 from ..runtime import Runtime
-from ..runtime.layer import Observer
 from ..runtime.rows import PHASES
 from ..text import Windows
 from .collector import Collector
@@ -24,7 +23,11 @@ def read(model: PreTrainedModel, runtime: Runtime, windows: Windows, skip: Skip 
     collector = Collector(runtime.plan.fingerprint, windows.ids.numel(), runtime.plan.model)
     seen: dict[str, tuple[Tensor, Tensor]] = {}
     phase, budget = PHASES.index("prefill"), collector.budget(skip)
-    with runtime.observed(_keeper(seen)), progress.task("windows", len(windows.ids)) as task:
+
+    def see(key: str, routing: Routing, protected: Tensor | None, decision: Decision) -> None:
+        seen[key] = routing.ids, routing.gates
+
+    with runtime.observed(lambda key: partial(see, key)), progress.task("windows", len(windows.ids)) as task:
         for number, ids in enumerate(windows.batches(batch)):
             model(input_ids=ids.to(model.device), use_cache=False)
             requests = torch.arange(number * batch, number * batch + len(ids)).repeat_interleave(ids.shape[1])
@@ -32,13 +35,3 @@ def read(model: PreTrainedModel, runtime: Runtime, windows: Windows, skip: Skip 
             collector.add(tokens, seen)
             task.advance(len(ids))
     return collector.trace()
-
-
-def _keeper(seen: dict[str, tuple[Tensor, Tensor]]) -> Callable[[str], Observer]:
-    def make(key: str) -> Observer:
-        def observer(routing: Routing, protected: Tensor | None, decision: Decision) -> None:
-            seen[key] = routing.ids, routing.gates
-
-        return observer
-
-    return make

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from .. import rule
-from ..errors import BudgetError, OptionError, PolicyError, TraceError
+from ..errors import OptionError, PolicyError, TraceError, out_of_reach
 from ..plan import Plan
 from ..planning.mapping import Histogram
 from ..policies import Policy, Routing, TokenPolicy
+from ..policies.batch import marked
 from ..runtime import Runtime
 from ..runtime.rows import PHASES
 from ..runtime.settings import check_budget, check_tables
@@ -58,10 +59,7 @@ class Simulation:
         """τ by quantile on the whole trace."""
         check_budget(skip, self.trace.top_k, self.min_active)
         if skip > self.seen.limit:
-            raise BudgetError(
-                f"A budget of {skip:.1%} cannot be met: the safeguards protect all but {self.seen.limit:.1%} of the slots of "
-                "this trace. Lower the budget, min_active or min_mass."
-            )
+            raise out_of_reach(skip, self.seen.limit, "of this trace")
         return self.seen.threshold(skip)
 
     def ratio(self, threshold: float) -> float:
@@ -99,16 +97,10 @@ class Simulation:
         """slots, restored, asked and reads of one layer, [4]; by rank [2R + 1] reads, slots and the busiest one's reads."""
         experts, ids = self.trace.experts(key), self.trace.layers[key].ids[steps].flatten(1).long()
         keep = rule.kept(self.protected[key][steps], threshold).flatten(1)
-        read, asked = _unions(ids, keep, experts), _unions(ids, torch.ones_like(keep), experts)
+        read, asked = marked(ids, keep, experts) > 0, marked(ids, torch.ones_like(keep), experts)
         restored = keep | read.gather(1, ids)
         parts = [part.double().mean() for part in (keep, restored, asked.sum(1), read.sum(1))]
         return torch.stack(parts), None if ranks is None else _by_rank(ids, keep, read, experts, ranks)
-
-
-def _unions(ids: Tensor, slots: Tensor, experts: int) -> Tensor:
-    """ids, slots [N, B · k] → [N, E] bool: the experts each step reads."""
-    at = torch.where(slots, ids, experts)
-    return torch.zeros(len(ids), experts + 1, dtype=torch.bool).scatter_(1, at, True)[:, :experts]
 
 
 def _by_rank(ids: Tensor, keep: Tensor, read: Tensor, experts: int, ranks: int) -> Tensor:

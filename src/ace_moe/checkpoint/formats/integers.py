@@ -64,11 +64,8 @@ def _bits(words: int, k: int, allowed: frozenset[int], key: str) -> tuple[int, b
 
 def _integers(words: Tensor, bits: int, dense: bool) -> Tensor:
     """[n, w] → [n, values]; more values than there are weights where the last word is not full."""
-    if 32 % bits == 0:
+    if 32 % bits == 0 or not dense:
         return unpacked(words, bits)
-    if not dense:
-        shifts = torch.arange(32 // bits, dtype=torch.int32, device=words.device) * bits
-        return (words[..., None] >> shifts & (1 << bits) - 1).flatten(-2)
     stream = unpacked(words, 1)
     whole = stream.shape[-1] // bits
     each = stream[..., : whole * bits].unflatten(-1, (whole, bits))

@@ -163,6 +163,6 @@ def e2m1(packed: Tensor) -> Tensor:
 
 
 def unpacked(words: Tensor, bits: int) -> Tensor:
-    """Unsigned integers of int32 words [..., w] → [..., w · 32/bits], the lowest bits first."""
-    shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=words.device)
+    """Unsigned integers of int32 words [..., w] → [..., w · ⌊32/bits⌋], the lowest bits first; none lies across words."""
+    shifts = torch.arange(32 // bits, dtype=torch.int32, device=words.device) * bits
     return (words[..., None] >> shifts & (1 << bits) - 1).flatten(-2)

@@ -63,7 +63,7 @@ def _set(
     skip: Skip | None,
     threshold: float | list[float] | None,
     restore: bool | None,
-    workload: str | None = None,
+    workload: str | None,
 ) -> None:
     """All of it or nothing."""
     if (skip is None) == (threshold is None) and (restore is None or skip is not None):

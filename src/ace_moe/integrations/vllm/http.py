@@ -106,6 +106,8 @@ class AceMiddleware:
                 body.extend(message.get("body", b""))
 
         await self.app(plain, receive, keep)
+        if not start:  # whoever asked has gone
+            return
         if start["status"] == 200:
             body.extend(await _lines(scope))
         headers = [(k, v) for k, v in start["headers"] if k.lower() != b"content-length"]

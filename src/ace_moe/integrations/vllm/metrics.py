@@ -50,9 +50,8 @@ class _Collector:
         for engine, report in self.reports.items():
             for phase in PHASES:
                 threshold.add_metric([self.model, engine, phase], report["threshold"][phase])
-                wanted = budget_of(report["skip"], phase)
-                if wanted is not None:
-                    budget.add_metric([self.model, engine, phase], wanted)
+                if report["skip"] is not None:  # else only a threshold was set
+                    budget.add_metric([self.model, engine, phase], float(by_phase(report["skip"])[phase]))
         yield threshold
         yield budget
 
@@ -73,8 +72,3 @@ class _Collector:
                 for phase in (p for p in PHASES if p in phases):
                     family.add_metric([self.model, engine, layer, phase], phases[phase][name])
         return family
-
-
-def budget_of(skip: Any, phase: str) -> float | None:
-    """The budget asked for in a phase; None where only a threshold was set."""
-    return None if skip is None else float(by_phase(skip)[phase])
