@@ -22,7 +22,7 @@ from ace_moe import ACE, build_plan
 from ace_moe.checkpoint import MoEModel
 from ace_moe.demo import MODEL
 from ace_moe.errors import IntegrationError
-from ace_moe.integrations.transformers import attachment
+from ace_moe.integrations.transformers import attachment, turns
 from ace_moe.loading import load_model
 from ace_moe.plan import Plan
 from ace_moe.runtime import Layer
@@ -386,6 +386,54 @@ def test_a_failing_pass_lets_go(model: PreTrainedModel, plan: Plan) -> None:
             done.start()
             done.join(timeout=600)
             assert not done.is_alive()
+
+
+def test_an_interrupted_pass_is_over(model: PreTrainedModel, plan: Plan) -> None:
+    """Ctrl-C on a cell, and then a thread that streams: torch calls no hook behind an interrupt, so the thread looks itself."""
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with ACE(plan)(model):
+        handle = model.model.layers[3].register_forward_pre_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            zoo.run(model)
+        handle.remove()
+        done = threading.Thread(target=zoo.run, args=(model,), daemon=True)
+        done.start()
+        done.join(timeout=60)
+        assert not done.is_alive()
+        zoo.run(model)
+
+
+def test_a_pass_that_takes_long_is_waited_for(
+    model: PreTrainedModel, plan: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Looking whether it still runs takes nothing from a thread that is in the middle of it."""
+    monkeypatch.setattr(turns, "PATIENCE", 0.01)
+    inside, go, order = threading.Event(), threading.Event(), list[str]()
+
+    def wait(*_: Any) -> None:
+        inside.set()
+        go.wait(60)
+
+    def second() -> None:
+        zoo.run(model)
+        order.append("second")
+
+    with ACE(plan)(model):
+        handle = model.model.layers[3].register_forward_pre_hook(wait)
+        first = threading.Thread(target=lambda: (zoo.run(model), order.append("first")), daemon=True)
+        first.start()
+        inside.wait(60)
+        handle.remove()
+        other = threading.Thread(target=second, daemon=True)
+        other.start()
+        other.join(timeout=0.3)
+        assert order == []
+        go.set()
+        first.join(60), other.join(60)
+    assert sorted(order) == ["first", "second"]
 
 
 def test_build_plan_of_an_attached_model(model: PreTrainedModel, plan: Plan) -> None:

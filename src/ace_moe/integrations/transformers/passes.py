@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from ...errors import IntegrationError
 from ...runtime.layer import refuse_pickling
 from ...runtime.rows import PADDING, PHASES, Same, row_of
+from .turns import Turns
 
 PREFILL, DECODE, VERIFY = (row_of(phase) for phase in ("prefill", "decode", "verify"))
 PROMPTS = "ace_prompt_lengths"  # where a paged cache carries the prompt lengths of its requests
@@ -51,7 +52,7 @@ class Pass:
             0  # of each sequence, where the last layers may be given only the tokens whose logits are asked for
         )
         self._same = {row: Same(row) for row in (PREFILL, DECODE, VERIFY)}
-        self._lock, self._owner = threading.Lock(), 0
+        self._turns = Turns()
 
     def __deepcopy__(self, memo: Any) -> None:
         """A copy of an attached model is a model without a plan."""
@@ -97,7 +98,7 @@ class Pass:
                 "A plan cannot work in replicas of nn.DataParallel, which share its counters. Use one process for each GPU."
             )
         if not torch.compiler.is_compiling():
-            self._enter()
+            self._turns.take(module)
         try:
             self._look(_named(module, args, kwargs))
         except BaseException:
@@ -112,18 +113,7 @@ class Pass:
         if not again:
             self._rows, self._row, self._length, self._kept = None, PREFILL, 0, 0
         if not torch.compiler.is_compiling():
-            self._leave()
-
-    def _enter(self) -> None:
-        me = threading.get_ident()
-        if self._owner != me:  # a pass of this thread that was interrupted has not let go
-            self._lock.acquire()
-            self._owner = me
-
-    def _leave(self) -> None:
-        if self._owner == threading.get_ident():
-            self._owner = 0
-            self._lock.release()
+            self._turns.leave()
 
     # ---- rows ---------------------------------------------------------------------------------------------------
 
