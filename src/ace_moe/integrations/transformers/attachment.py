@@ -28,7 +28,7 @@ from ...runtime import Layer, Runtime, row_of
 from ...runtime.executors import SENTINELS
 from .experts import CHILD, IMPLEMENTATION, UNRULED, Choice, choose_executor, has_triton
 from .generation import Told, listen
-from .modules import device_of, leaves_sentinels_out, refuse_adapters, refuse_repair, ruled, stack_of
+from .modules import block_of, device_of, leaves_sentinels_out, refuse_adapters, refuse_repair, ruled, stack_of
 from .passes import Pass
 
 MINE, PASS = "_ace_attachment", "_ace_pass"  # on the model, and on each of its stacks
@@ -100,7 +100,10 @@ class Attachment:
                     "This model already has a plan attached. Detach it first: `ace_moe.detach(model)`."
                 )
             refuse_adapters(model, site)
-            layer = self._add(module, site, self._pass(model, site.path))
+            stack = self._pass(model, site.path)
+            layer = self._add(module, site, stack)
+            if (block := block_of(model, site.path)) is not None:
+                stack.again.add(block, layer)
             if layer.mean is not None or layer.aligned:
                 refuse_repair(model, module)
             if not is_registered(module):
@@ -199,11 +202,12 @@ class Attachment:
         where, stack = stack_of(model, path)
         if where not in self.passes:
             cached = "past_key_values" in _parameters(stack)
-            self.passes[where] = Pass(self.runtime, cached)
-            setattr(stack, PASS, self.passes[where])
+            made = self.passes[where] = Pass(self.runtime, cached)
+            setattr(stack, PASS, made)
             before = stack.register_forward_pre_hook(_begin, with_kwargs=True, prepend=True)
             after = stack.register_forward_hook(_end, always_call=True)
             self._later(stack, lambda m: [m.__dict__.pop(PASS, None), *(h.remove() for h in (before, after))])  # type: ignore[func-returns-value]
+            self._later(stack, lambda m: made.again.remove())
         return self.passes[where]
 
     def _tell(self, model: PreTrainedModel) -> None:

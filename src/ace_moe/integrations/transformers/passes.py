@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from ...errors import IntegrationError
 from ...runtime.layer import refuse_pickling
 from ...runtime.rows import PADDING, PHASES, Same, row_of
+from .again import Again
 from .turns import Turns
 
 PREFILL, DECODE, VERIFY = (row_of(phase) for phase in ("prefill", "decode", "verify"))
@@ -52,7 +53,7 @@ class Pass:
             0  # of each sequence, where the last layers may be given only the tokens whose logits are asked for
         )
         self._same = {row: Same(row) for row in (PREFILL, DECODE, VERIFY)}
-        self._turns = Turns()
+        self._turns, self.again = Turns(), Again(self)
 
     def __deepcopy__(self, memo: Any) -> None:
         """A copy of an attached model is a model without a plan."""
@@ -99,6 +100,7 @@ class Pass:
             )
         if not torch.compiler.is_compiling():
             self._turns.take(module)
+            self.again.begin(module)
         try:
             self._look(_named(module, args, kwargs))
         except BaseException:
@@ -114,6 +116,21 @@ class Pass:
             self._rows, self._row, self._length, self._kept = None, PREFILL, 0, 0
         if not torch.compiler.is_compiling():
             self._turns.leave()
+
+    @property
+    def running(self) -> bool:
+        """Whether this thread is in a pass: a layer that runs outside of one runs again."""
+        return self._turns.mine
+
+    @property
+    def facts(self) -> tuple[Any, ...]:
+        """What the running pass is, for layers that will run again."""
+        return self._rows, self._row, self._length, self._kept
+
+    def recall(self, facts: tuple[Any, ...]) -> None:
+        """A backward pass runs a layer of an earlier pass again: as it was, uncounted."""
+        self._rows, self._row, self._length, self._kept = facts
+        self.counting = False
 
     # ---- rows ---------------------------------------------------------------------------------------------------
 
