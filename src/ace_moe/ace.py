@@ -14,9 +14,10 @@ from transformers import PreTrainedModel
 
 from .checkpoint import MoEModel
 from .errors import BudgetError, IntegrationError, OptionError, PolicyError
-from .integrations.transformers import Attachment, attached_to, base_of
+from .integrations.transformers import Attachment, base_of
 from .integrations.transformers.attachment import CHANGING
 from .integrations.transformers.experts import CHOICES, Choice
+from .integrations.transformers.models import attachments_in
 from .plan import Plan
 from .planning import map_budgets, text_for
 from .policies import AUTO, Policy
@@ -273,7 +274,9 @@ class ACE:
 
 
 def detach(model: PreTrainedModel) -> None:
-    """Take whatever plan is attached out of a model, also where the ACE that attached it is gone; nothing if there is none."""
-    found = attached_to(base_of(getattr(model, "_orig_mod", model)))
-    if found is not None:
+    """Take whatever plan is attached out of a model, also where the ACE that attached it is gone; nothing if there is none.
+
+    The model may be compiled or wrapped by now, and the plan attached to a part of it or to what it is a part of.
+    """
+    for found in attachments_in(model):
         found.remove()

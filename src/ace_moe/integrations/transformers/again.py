@@ -7,7 +7,7 @@ been there since, because checkpointing holds on to it.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
@@ -16,11 +16,20 @@ from torch.utils.hooks import RemovableHandle
 
 from ...runtime import Layer
 
-if TYPE_CHECKING:
-    from .passes import Pass
-
 AGAIN = "_ace_again"  # on a decoder layer
 PASSES = 64  # that are remembered: those whose backward pass is to come
+
+
+class Running(Protocol):
+    """A stack's pass, as far as this file needs to know it."""
+
+    @property
+    def running(self) -> bool: ...
+
+    @property
+    def facts(self) -> tuple[Any, ...]: ...
+
+    def recall(self, facts: tuple[Any, ...]) -> None: ...
 
 
 class Known(NamedTuple):
@@ -33,7 +42,7 @@ class Known(NamedTuple):
 class Again:
     """The decoder layers of one stack, watched from its first training pass on."""
 
-    def __init__(self, one: Pass):
+    def __init__(self, one: Running):
         self.one = one
         self._blocks = WeakKeyDictionary[nn.Module, list[Layer]]()
         self._handles: list[RemovableHandle] = []

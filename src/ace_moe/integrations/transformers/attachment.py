@@ -16,7 +16,6 @@ from threading import RLock
 from typing import Any
 from weakref import ref
 
-import torch
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -32,6 +31,7 @@ from .modules import block_of, device_of, leaves_sentinels_out, refuse_adapters,
 from .passes import Pass
 
 MINE, PASS = "_ace_attachment", "_ace_pass"  # on the model, and on each of its stacks
+HOLDER = "_attachment"  # on each of our layers
 Undo = Callable[[Any], object]
 CHANGING = RLock()  # one thread at a time changes models: two that attach to one would both find it free
 
@@ -47,31 +47,6 @@ class ConfigView:
 
     def __deepcopy__(self, memo: Any) -> Any:
         return copy.deepcopy(self._config, memo)
-
-
-def base_of(model: Any) -> PreTrainedModel:
-    """The transformers model inside what a user hands over, or an error that says what to do."""
-    if isinstance(model, torch._dynamo.OptimizedModule) or getattr(model, "_compiled_call_impl", None) is not None:
-        raise IntegrationError(
-            "This model is compiled already, and its code would not see a plan. Attach first, then compile."
-        )
-    if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
-        raise IntegrationError(
-            f"Attach the plan to the model inside {type(model).__name__} (`model.module`), one per process."
-        )
-    if hasattr(model, "peft_config") and hasattr(model, "get_base_model"):
-        model = model.get_base_model()
-    if not isinstance(model, PreTrainedModel):
-        raise IntegrationError(
-            f"A plan is attached to a loaded transformers model, not to {type(model).__name__}. Load it first, for example "
-            "with AutoModelForCausalLM.from_pretrained."
-        )
-    return model
-
-
-def attached_to(model: nn.Module) -> Attachment | None:
-    """The attachment a model has."""
-    return getattr(model, MINE, None)
 
 
 class Attachment:
@@ -128,6 +103,7 @@ class Attachment:
         )
         layer = self.runtime.add(site.key, site.num_experts, device, kernels=kernels)
         layer.chosen, layer.tokens, layer.owner = chosen, stack, ref(module)
+        vars(layer)[HOLDER] = self
         module.add_module(CHILD, layer)
         self._later(module, lambda m: delattr(m, CHILD))
         if is_registered(module):
@@ -214,8 +190,10 @@ class Attachment:
         """Have `generate` and continuous batching say where prompts end; compiled calls are made again with a plan in them."""
         listen()
         if hasattr(type(model), "generate") and "generate" not in vars(model):
-            vars(model)["generate"] = Told(model, list(self.passes.values()))
-            self._later(model, lambda m: m.__dict__.pop("generate", None))
+            told = vars(model)["generate"] = Told(model, list(self.passes.values()))
+            self._later(
+                model, lambda m: m.__dict__.get("generate") is told and m.__dict__.pop("generate")
+            )  # not a user's own
         vars(model).pop("_compiled_call", None)
         self._later(model, lambda m: m.__dict__.pop("_compiled_call", None))
 
