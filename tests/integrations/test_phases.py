@@ -160,6 +160,21 @@ def test_a_conversation_goes_on(ace: ACE, model: PreTrainedModel, ids: torch.Ten
         assert tokens(ace) == {"prefill": PROMPT + 1 + 5, "decode": 2 * DECODED}, "the last new token was never read"
 
 
+@pytest.mark.parametrize("told", [2, PROMPT], ids=["more than the cache holds", "less"])
+def test_a_conversation_goes_on_with_the_new_turn_alone(
+    ace: ACE, model: PreTrainedModel, ids: torch.Tensor, told: int
+) -> None:
+    """The mask says that there is more than these tokens, however many of them there are."""
+    cache = transformers.DynamicCache(config=model.config)
+    with ace(model):
+        ace.set_threshold([0.0, 0.13])
+        ace.reset()
+        model.generate(ids[:, :told], **{**GREEDY, "max_new_tokens": 2}, past_key_values=cache)
+        mask = torch.ones(1, cache.get_seq_length() + PROMPT - 1, dtype=torch.long)
+        model.generate(ids[:, 1:], attention_mask=mask, past_key_values=cache, **GREEDY)
+        assert tokens(ace) == {"prefill": told + PROMPT - 1, "decode": 1 + DECODED}
+
+
 def test_threads_that_generate_at_a_time(ace: ACE, model: PreTrainedModel, ids: torch.Tensor) -> None:
     """Prompts of different lengths: each thread's tokens are those of its call alone, and all are counted as what they are."""
     lengths, found = (21, 9, 14), {}

@@ -191,9 +191,7 @@ class Attachment:
         listen()
         if hasattr(type(model), "generate") and "generate" not in vars(model):
             told = vars(model)["generate"] = Told(model, list(self.passes.values()))
-            self._later(
-                model, lambda m: m.__dict__.get("generate") is told and m.__dict__.pop("generate")
-            )  # not a user's own
+            self._later(model, lambda m: m.__dict__.get("generate") is told and m.__dict__.pop("generate"))
         vars(model).pop("_compiled_call", None)
         self._later(model, lambda m: m.__dict__.pop("_compiled_call", None))
 

@@ -67,11 +67,17 @@ def prompt_of(
     )
     if given is None:
         return 1, None  # transformers starts with a BOS token
-    length, held = int(given.shape[1]), getattr(kwargs.get("past_key_values"), "get_seq_length", lambda: 0)
-    had = int(held())
-    length = length + had if had >= length else length  # the new tokens alone, behind a filled cache
     mask: Any = kwargs.get("attention_mask")
+    length = _length(int(given.shape[1]), kwargs.get("past_key_values"), mask)
     return length, _first_real(mask) if _shaped(mask) else _first_unpadded(model, given)
+
+
+def _length(new: int, cache: Any, mask: Any) -> int:
+    """Tokens of a prompt of which a filled cache may hold some: transformers takes whole prompts, and the new tokens alone
+    with a mask of the whole."""
+    had = int(getattr(cache, "get_seq_length", lambda: 0)())
+    alone = mask.shape[1] != new if had and _shaped(mask) and mask.dim() == 2 else had >= new
+    return new + had if alone else new
 
 
 def _shaped(x: Any) -> bool:
