@@ -37,6 +37,10 @@ WANTED_FILES = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]
 
 def resolve(model: str | Path) -> Path:
     """A folder stays itself; anything else is a hub repository, downloaded without code and without pickles."""
+    if not isinstance(model, (str, os.PathLike)):
+        raise CheckpointError(
+            f"A model is a folder with config.json, owner/name or a loaded transformers model, not {type(model).__name__}."
+        )
     path = expand(model)
     if os.path.isfile(path) and path.suffix == ".gguf":
         return path
