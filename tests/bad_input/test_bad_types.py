@@ -48,6 +48,17 @@ def test_a_workload_by_its_number(plan: Path) -> None:
         ACE.load(plan, workload=3)
 
 
+def test_an_adapter_on_the_router_is_named(originals: Path, good_plan: Plan) -> None:
+    """`all-linear` takes the routers too: their rows are under another name then, and it is not the checkpoint's fault."""
+    peft = pytest.importorskip("peft")
+    adapted = peft.get_peft_model(
+        load_model(originals / "single", device="cpu"), peft.LoraConfig(target_modules=["gate"], r=2)
+    )
+    for take in (ACE(good_plan).attach, ACE.from_pretrained):
+        with pytest.raises(CheckpointError, match=r"gate has an adapter .*merge_and_unload"):
+            take(adapted)
+
+
 def test_a_model_with_adapters_is_the_model_inside(originals: Path) -> None:
     peft = pytest.importorskip("peft")
     model = load_model(originals / "single", device="cpu")
