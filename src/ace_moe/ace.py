@@ -125,6 +125,12 @@ class ACE:
         made._watch = watch
         return made
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy, also in another process, is attached to nothing and has counted nothing; its budget is as it stands here."""
+        fresh = Runtime(self.plan, self.policy, BUDGETS, **self._votes)
+        fresh.take_over(self.runtime)
+        return {**vars(self), "runtime": fresh, "attachment": None, "_watch": nullcontext}
+
     def __repr__(self) -> str:
         asked = self._pending.skip if self._pending else self.skip
         budget = f"threshold {self.thresholds[1]:.4g}" if asked is None else f"skip={asked}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import pickle
 import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
@@ -166,6 +167,24 @@ def test_pickling_is_refused_and_saving_is_not(model: PreTrainedModel, plan: Pla
     again = Qwen3MoeForCausalLM.from_pretrained(tmp_path / "saved").eval()
     assert "ace" not in (tmp_path / "saved" / "config.json").read_text().replace("whitespace", "").replace("space", "")
     assert torch.equal(zoo.run(again.float()), zoo.run(model))
+
+
+@pytest.mark.parametrize("attached", [True, False])
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda ace: pickle.loads(pickle.dumps(ace))])
+def test_a_copy_of_a_handle_is_attached_to_nothing(
+    model: PreTrainedModel, plan: Plan, skipped: torch.Tensor, copied: Any, attached: bool
+) -> None:
+    """Also one that is sent to another process: with the thresholds of the first, and counters of its own."""
+    with ACE(plan)(model) as ace:
+        ace.set_threshold(TAU)
+        zoo.run(model)
+        other = copied(ace) if attached else None
+        counted = ace.realised
+    other = other or copied(ace)
+    assert other.realised == 0 and "not attached" in repr(other) and ace.realised == counted > 0.3
+    with other(model):
+        assert torch.equal(zoo.run(model), skipped)
+    assert other.realised == counted
 
 
 # ---- what cannot be attached --------------------------------------------------------------------------------------------
