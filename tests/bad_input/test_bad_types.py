@@ -9,14 +9,30 @@ import pytest
 from torch import nn
 
 from ace_moe import ACE, Plan, build_plan
-from ace_moe.errors import BudgetError, CheckpointError, IntegrationError, PlanError, TextError
+from ace_moe.errors import BudgetError, CheckpointError, IntegrationError, OptionError, PlanError, TextError
 from ace_moe.loading import load_model, load_tokenizer
+from ace_moe.policies import make
+from ace_moe.text import read_text
 
 
 @pytest.mark.parametrize("given", ["plan.safetensors", Path("plan.safetensors"), None, {}])
 def test_a_plan_that_is_not_loaded(given: Any) -> None:
     with pytest.raises(PlanError, match=r"`ACE\.load` reads one"):
         ACE(given, 0.3)
+
+
+def test_what_is_no_path(good_plan: Plan) -> None:
+    for use in (Plan.load, good_plan.save, read_text):
+        for given in (None, 3, b"plan.safetensors"):
+            with pytest.raises((OptionError, PlanError), match="not by"):
+                use(given)  # type: ignore[arg-type]
+
+
+def test_settings_in_part(good_plan: Plan) -> None:
+    with pytest.raises(OptionError, match=r"gain, min_active, min_mass, params are missing.*make\("):
+        good_plan.answer({"policy": "share"}, 0.3)
+    with pytest.raises(BudgetError, match=r"such as 0\.5"):
+        good_plan.threshold(make("share").settings, "half")  # type: ignore[arg-type]
 
 
 def test_what_no_plan_is_loaded_from(good_plan: Plan) -> None:
