@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -89,6 +90,25 @@ def test_assisted(greedy: torch.Tensor, ace: ACE, model: PreTrainedModel, ids: t
     found, counts = decoded(ace, model, lambda: model.generate(ids, **GREEDY, assistant_model=draft))
     assert torch.equal(found, greedy)
     assert counts["prefill"] == PROMPT and counts["verify"] > 0
+
+
+@pytest.mark.parametrize("constant", [1, 5])
+@pytest.mark.parametrize("both", [False, True])
+def test_a_draft_model_with_a_plan(
+    ace: ACE, demo_plan: Plan, model: PreTrainedModel, ids: torch.Tensor, constant: int, both: bool
+) -> None:
+    """It is asked again and again with more of the text; what was accepted is no prompt of its own, and no draft either."""
+    draft, skipping = copy.deepcopy(model), ACE(demo_plan)
+    draft.generation_config.update(num_assistant_tokens=constant, num_assistant_tokens_schedule="constant")
+    draft.generation_config.assistant_confidence_threshold = 0.0
+    with skipping(draft):
+        for _ in range(2):  # a second text has a prompt of its own
+            skipping.set_threshold([0.0, 0.13])
+            with ace(model) if both else nullcontext():
+                model.generate(ids, assistant_model=draft, **GREEDY)
+            found, realised = tokens(skipping), skipping.report()["prefill"]["realised"]
+            assert found["prefill"] == PROMPT and found["decode"] >= DECODED - 1 and not found.get("verify")
+            assert realised == 0
 
 
 @pytest.mark.parametrize("chunk", [20, 7, 1])

@@ -31,6 +31,7 @@ class Telling(NamedTuple):
     start: Tensor | None = None  # [B]
     row: int | None = None  # of every token
     budgets: Tensor | None = None  # [B], the number of each sequence's budget
+    drafts: bool = False  # the model drafts for another one: what it reads was written, and is nothing it has to verify
 
 
 NOTHING = Telling()
@@ -166,7 +167,8 @@ class Pass:
             self.runtime.padding_known = False
             return self._all(row, given)
         index = torch.arange(self._length, device=given.device) + _cached(cache)
-        rows = placed(index, telling.prompt.to(given.device), cache is not None).expand(batch, -1)
+        verifies = cache is not None and not telling.drafts
+        rows = placed(index, telling.prompt.to(given.device), verifies).expand(batch, -1)
         if mask is not None:
             return self._masked(mask, rows)
         if telling.start is not None and batch % len(telling.start) == 0:
@@ -227,10 +229,10 @@ def _cached(cache: Any) -> int | Tensor:
     return cache.get_seq_length() if hasattr(cache, "get_seq_length") else 0
 
 
-def placed(index: Tensor, prompt: Tensor, cached: bool) -> Tensor:
+def placed(index: Tensor, prompt: Tensor, verifies: bool) -> Tensor:
     """The row of tokens at these places in the cache, [q]: prompt, else decode, and verify behind a pass's first token."""
     generated = torch.full_like(index, DECODE)
-    if cached and len(index) > 1:
+    if verifies and len(index) > 1:
         generated[1:] = VERIFY
     return torch.where(index < prompt, PREFILL, generated)
 
