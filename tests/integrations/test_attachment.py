@@ -209,6 +209,23 @@ def test_compiled_and_parallel_models_are_refused(plan: Plan) -> None:
         ACE(plan).attach(model)
 
 
+def test_parts_that_are_compiled(plan: Plan, skipped: torch.Tensor) -> None:
+    """Wrapped, they are refused by name; in place, or attached before, they are compiled again with the plan."""
+    model = load_model(MODEL, device="cpu").float()
+    layers, ace = model.model.layers, ACE(plan)
+    for take in (ace.attach, ACE.from_pretrained):
+        layers[1], plain = torch.compile(layers[1], backend="eager"), layers[1]
+        with pytest.raises(IntegrationError, match=r"model\.layers\.1 is compiled already.*Attach first"):
+            take(model)
+        layers[1] = plain
+    layers[0].compile(backend="eager")
+    zoo.run(model)
+    on(ace, model)
+    layers[1] = torch.compile(layers[1], backend="eager")
+    torch.testing.assert_close(zoo.run(model), skipped)
+    ace.detach()
+
+
 def test_replicas_are_refused(model: PreTrainedModel, plan: Plan) -> None:
     with ACE(plan)(model):
         model.model._is_replica = True

@@ -30,6 +30,12 @@ def base_of(model: Any) -> PreTrainedModel:
             f"A plan is attached to a loaded transformers model, not to {type(model).__name__}. Load it first, for example "
             "with AutoModelForCausalLM.from_pretrained."
         )
+    part = next((name for name, m in model.named_modules() if isinstance(m, torch._dynamo.OptimizedModule)), None)
+    if part is not None:
+        raise IntegrationError(
+            f"{part} is compiled already, and its weights go by other names. Attach first, then compile, or compile it in place "
+            "(`.compile()`)."
+        )
     return model
 
 
