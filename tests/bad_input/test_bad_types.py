@@ -48,6 +48,12 @@ def test_what_no_model_is_read_from(take: Any, given: Any) -> None:
         take(given)
 
 
+def test_the_commands_name_of_the_embedded_model() -> None:
+    """`demo` is a word of the commands; the error names what Python has."""
+    with pytest.raises(CheckpointError, match=r"`ace_moe\.demo\.MODEL`"):
+        ACE.from_pretrained("demo")
+
+
 def test_a_module_that_is_no_model() -> None:
     with pytest.raises(IntegrationError, match="not to Linear"):
         ACE.from_pretrained(nn.Linear(2, 2))  # type: ignore[arg-type]
