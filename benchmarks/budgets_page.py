@@ -13,6 +13,7 @@ from pages import DOCS, Row, load, percent, table, written
 PAGE, CHOOSING = DOCS / "budgets.md", DOCS / "choosing.md"
 RESTORED = """What it is worth: decode batches of {batch} different sequences, {skip} of the slots skipped by the rule, KL
 against the unskipped model, the same threshold with and without (small models; CPU, teacher-forced, 95 % over sequences).
+{policies}
 
 {quality}
 What it costs: a recorded decode step of Qwen3-30B-A3B shapes (48 layers, bf16, random weights, one {device}), the same
@@ -91,13 +92,22 @@ def valve() -> str:
     return fill(text, 128) + "\n"
 
 
+def policies(rows: list[Row]) -> str:
+    """Which policy skipped on which models."""
+    models: dict[str, list[str]] = {}
+    for row in rows:
+        names = models.setdefault(row["policy"], [])
+        names += [row["model"]] * (row["model"] not in names)
+    return "Policy " + ", ".join(f"`{policy}` on {' and '.join(names)}" for policy, names in models.items()) + "."
+
+
 def page() -> str:
     timed, kept, streams = (
         load("restore_h200.json"),
         *(load(n)["rows"] for n in ("restore_quality.json", "tracking.json")),
     )
     skip, device = percent(kept[0]["skip"]), timed["device"]
-    tables = {"quality": quality(kept), "speed": speed(timed["rows"])}
+    tables = {"quality": quality(kept), "policies": policies(kept), "speed": speed(timed["rows"])}
     restored = RESTORED.format(batch=kept[0]["batch"], skip=skip, device=device, **tables)
     moving = {"moving": timed["moving_thresholds_us"], "device": device, "policy": streams[0]["policy"]}
     followed = TRACKED.format(**moving, sizes=sizes(streams), kept=tracked(streams))

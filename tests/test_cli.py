@@ -50,6 +50,13 @@ def prompt(words: int = 120) -> str:
 # ---- the four steps ---------------------------------------------------------------------------------------------
 
 
+def test_what_comes_next_can_be_typed(tmp_path: Path) -> None:
+    """A file's name with a space in it, and letters of another script."""
+    path = tmp_path / "mein plän 文.safetensors"
+    told = " ".join(run_ace("tables", "demo", "-o", path).out.split())
+    assert shlex.split(told.partition("Next: ")[2])[:5] == ["ace", "budget", "demo", "--plan", str(path)]
+
+
 def test_tables_json(tmp_path: Path) -> None:
     """The numbers a script needs, and a plan that loads and has no thresholds yet."""
     path = tmp_path / "plan.safetensors"

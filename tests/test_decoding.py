@@ -233,6 +233,12 @@ def test_what_does_not_fit_is_refused(model):
         decoder.generate(prompt(), 10)
     with pytest.raises(OptionError, match="run a prompt first"):
         decoder.step(torch.ones(2, 1, dtype=torch.long))
+    for wrong in ([1, 2], torch.ones(9, dtype=torch.long), torch.ones(2, 9)):
+        with pytest.raises(OptionError, match="a tensor of token ids"):
+            decoder.generate(wrong, 2)
+    for sizes in ((0, 16), (-1, 16), (2, 0), (1.5, 16), (2, "16")):
+        with pytest.raises(OptionError, match="a whole number of at least 1"):
+            Decoder(model, *sizes)
     with pytest.raises(IntegrationError, match="no memory for DynamicIndexedLayer"):
         Decoder(zoo.build("deepseek_v32"), 1, 32).prefill(zoo.inputs(1)["input_ids"])
     with pytest.raises(IntegrationError, match="share their keys"):

@@ -130,6 +130,20 @@ def test_code_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert scope["ace"].report()["prefill"]["routed"] > 0
 
 
+@pytest.mark.parametrize(("page", "plan"), [("docs/howto.md", "plan"), ("docs/plan-format.md", "qwen3")])
+@pytest.mark.long
+def test_code_without_a_model_of_the_readers_runs(
+    page: str, plan: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    options = ("--budgets", "0.3,0.5", "--tokens", 1024, "--window", 256, "-o", f"{plan}.safetensors")
+    assert run_ace("plan", MODEL, "--text", TEXT, *options).code == 0
+    scope: dict[str, Any] = {}
+    for code in blocks(page):
+        exec(compile(code, page, "exec"), scope)
+    assert "layers 6 6" in capsys.readouterr().out or page == "docs/plan-format.md"
+
+
 @pytest.mark.long
 def test_notebook_runs(capsys: pytest.CaptureFixture[str]) -> None:
     """Its cells are plain Python, without outputs: what they print is made where they run."""

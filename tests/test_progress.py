@@ -24,16 +24,16 @@ def test_a_library_caller_sees_nothing(capsys) -> None:
 def test_a_log_speaks_after_a_while_and_then_now_and_again() -> None:
     said, clock = [], Clock()
     with progress.shown(Log(said.append, clock)), progress.task("budgets", 4) as outer:
+        outer.started = clock.now
         for _ in range(4):
             with progress.task("windows", 64) as inner:
-                inner.started = clock.now
                 for _ in range(64):
                     clock.now += 0.25
                     inner.advance()
             outer.advance()
     assert len(said) == 1 + int((64 - FIRST) // AGAIN)
-    assert said[0] == "budgets 1 of 4, windows: 20 of 64, 0:11 left"
-    assert said[1].startswith("budgets 3 of 4, windows: ")
+    assert said[0] == "budgets 1 of 4, windows: 20 of 64, 0:59 left", "of all budgets"
+    assert said[1].startswith("budgets 3 of 4, windows: ") and said[1].endswith("0:29 left")
 
 
 def test_short_work_says_nothing() -> None:
@@ -52,6 +52,13 @@ def test_what_an_earlier_run_did_says_nothing_of_the_pace() -> None:
     task.done = 8
     assert task.left(50.0) == 50.0, "two cells took 50 s, two are left"
     assert Task("windows", None, done=3).line(1.0) == "windows: 3"
+
+
+def test_what_is_left_is_of_the_whole() -> None:
+    """Half of the third of four cells, two of which were there before: half a cell took 10 s, one and a half are left."""
+    cells = Task("cells", 4, done=2, before=2, started=0.0)
+    assert Task("windows", 16, cells, done=8, started=7.0).line(10.0) == "cells 3 of 4, windows: 8 of 16, 0:30 left"
+    assert Task("windows", 16, Task("searching", None), done=8, started=0.0).left(10.0) == 10.0, "nobody knows more"
 
 
 def test_tasks_end_with_their_error() -> None:

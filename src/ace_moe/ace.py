@@ -2,28 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from .checkpoint import MoEModel
-from .errors import BudgetError, IntegrationError, OptionError, PolicyError
-from .integrations.transformers import Attachment, attached_to, base_of
+from .errors import BudgetError, IntegrationError, OptionError, PlanError, PolicyError
+from .integrations.transformers import Attachment, base_of
 from .integrations.transformers.attachment import CHANGING
 from .integrations.transformers.experts import CHOICES, Choice
+from .integrations.transformers.models import attachments_in
 from .plan import Plan
 from .planning import map_budgets, text_for
 from .policies import AUTO, Policy
 from .progress import told
 from .runtime import Runtime, merge
 from .runtime.rows import BUDGETS, Budget
-from .runtime.settings import Skip, alignment, by_phase, check_budget, check_tables, check_threshold, policy_for
+from .runtime.settings import Skip, alignment, by_phase, check_budget, check_tables, check_threshold, plain, policy_for
 from .runtime.tracking import Control, check_control, look_up
 from .sharing import load_plan
 from .tables import TABLES
@@ -72,6 +73,11 @@ class ACE:
     ):
         if dispatch not in CHOICES:
             raise OptionError(f"dispatch is one of {', '.join(CHOICES)}, not {dispatch!r}.")
+        if not isinstance(plan, Plan):
+            raise PlanError(
+                f"ACE takes a plan that is loaded, not {type(plan).__name__}: `ACE.load` reads one from a file or the hub, "
+                "`ACE.from_pretrained` makes one of a model."
+            )
         self.plan, self.workload, self.allow_other_weights = plan, workload, allow_other_weights
         self.policy, self.dispatch = policy_for(plan, policy, preset, workload, **settings), dispatch
         check_tables(plan, self.policy, set(TABLES), calibrates=pending is not None)
@@ -110,6 +116,7 @@ class ACE:
 
         `progress` is told of long work: what it is, how much is done, and of how much if that is known.
         """
+        model = base_of(model) if isinstance(model, nn.Module) else model
         read = None if text is None else Text.of(text)
         source = model.config._name_or_path if isinstance(model, PreTrainedModel) else model
         pending, watch = Pending(skip, source, read, tokens, tokenizer), told(progress)
@@ -117,6 +124,12 @@ class ACE:
             made = cls(build_plan(model), pending=pending, **options)
         made._watch = watch
         return made
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy, also in another process, is attached to nothing and has counted nothing; its budget is as it stands here."""
+        fresh = Runtime(self.plan, self.policy, BUDGETS, **self._votes)
+        fresh.take_over(self.runtime)
+        return {**vars(self), "runtime": fresh, "attachment": None, "_watch": nullcontext}
 
     def __repr__(self) -> str:
         asked = self._pending.skip if self._pending else self.skip
@@ -144,11 +157,11 @@ class ACE:
         if self._pending is not None:
             for budget in by_phase(skip).values():
                 check_budget(budget, self.top_k, self.policy.min_active)
-            self._pending = replace(self._pending, skip=skip)
+            self._pending = replace(self._pending, skip=plain(skip))
             return
         self._set(skip)
         self.runtime.reset()
-        self.skip = dict(skip) if isinstance(skip, Mapping) else skip
+        self.skip = plain(skip)
 
     def _set(self, skip: Skip, number: int = 0) -> None:
         tau, targets = look_up(self.plan, self.policy, skip, self.workload, self.control)
@@ -167,9 +180,10 @@ class ACE:
             )
         if self.attachment is None:
             raise IntegrationError("Budgets for single sequences need an attached model: `ace.attach(model)` first.")
-        if not budgets:
-            raise BudgetError("Give a budget for each sequence of the batch, such as [0.3, 0.0].")
-        numbers = torch.tensor([self._number(budget) for budget in budgets])
+        listed = list(budgets) if isinstance(budgets, Iterable) and not isinstance(budgets, (str, Mapping)) else []
+        if not listed:
+            raise BudgetError(f"Give a budget for each sequence of the batch, such as [0.3, 0.0]; not {budgets!r}.")
+        numbers = torch.tensor([self._number(budget) for budget in listed])
         with self.attachment.told(budgets=numbers):
             yield
 
@@ -273,7 +287,9 @@ class ACE:
 
 
 def detach(model: PreTrainedModel) -> None:
-    """Take whatever plan is attached out of a model, also where the ACE that attached it is gone; nothing if there is none."""
-    found = attached_to(base_of(getattr(model, "_orig_mod", model)))
-    if found is not None:
+    """Take whatever plan is attached out of a model, also where the ACE that attached it is gone; nothing if there is none.
+
+    The model may be compiled or wrapped by now, and the plan attached to a part of it or to what it is a part of.
+    """
+    for found in attachments_in(model):
         found.remove()

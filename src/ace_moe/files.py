@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from .errors import OutputError, brief
+from .errors import OptionError, OutputError, brief
 
 try:
     import fcntl
@@ -25,6 +25,8 @@ PATIENCE = 30.0  # seconds to wait for another process's write, which takes a mo
 
 def expand(path: str | Path) -> Path:
     """`~` as the home folder. A user that does not exist stays as typed, so that "there is no file" follows."""
+    if not isinstance(path, (str, os.PathLike)):
+        raise OptionError(f"A file is named by its path, not by {type(path).__name__}.")
     return Path(os.path.expanduser(path))
 
 

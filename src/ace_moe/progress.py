@@ -34,11 +34,17 @@ class Task:
         if (sink := SINK.get()) is not None:
             sink.moved(self)
 
-    def left(self, now: float) -> float | None:
-        """Seconds to go by the mean so far; None where nothing is done or nobody knows how much there is."""
-        if self.total is None or self.done <= self.before:
+    def left(self, now: float, inside: float = 0.0) -> float | None:
+        """Seconds to go by the mean so far, with so much of the part that is under way; None where nothing is done or nobody
+        knows how much there is. Of the outermost task, which is what somebody waits for."""
+        if self.total is None:
             return None
-        return (now - self.started) / (self.done - self.before) * max(0, self.total - self.done)
+        done = self.done + inside
+        if self.parent is not None and self.parent.total is not None:
+            return self.parent.left(now, min(1.0, done / max(1, self.total)))
+        if done <= self.before:
+            return None
+        return (now - self.started) / (done - self.before) * max(0.0, self.total - done)
 
     def line(self, now: float) -> str:
         """ "mapping, 50 %: 41 of 64, 1:20 left"."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,10 +46,14 @@ class Text:
             return source
         if isinstance(source, Path) or (isinstance(source, str) and _names_a_file(source)):
             return cls(read_text(source), Path(source).name)
-        parts = [source] if isinstance(source, str) else list(source)
+        parts: list[Any] = list(source) if _several(source) else [source]
         if not all(isinstance(part, str) for part in parts) or not "".join(parts).strip():
             raise TextError("A text is a file, a string or a list of strings, and not empty.")
         return cls("\n\n".join(parts), "given text")
+
+
+def _several(source: object) -> bool:
+    return isinstance(source, Iterable) and not isinstance(source, (str, Mapping))
 
 
 def _names_a_file(text: str) -> bool:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from bad_input_cases import TOP_K, Refuse, budget_arguments, run_arguments
 
 from ace_moe import ACE, build_plan
 from ace_moe.errors import BudgetError, PolicyError
+from ace_moe.loading import load_model
 from ace_moe.plan import Plan
+from ace_moe.plan.entries import Threshold, Workload
+from ace_moe.policies import make
 from ace_moe.runtime.settings import check_budget, policy_for
 
 
@@ -28,6 +34,23 @@ def test_budget_that_is_no_fraction(value: str, originals: Path, plan: Path, tex
 def test_budget_that_is_no_number(value: Any, plan: Path) -> None:
     with pytest.raises(BudgetError, match=r"such as 0\.5; .* is no number"):
         ACE.load(plan, value)
+
+
+@pytest.mark.parametrize("value", [0.3, None, "0.3", {"prefill": 0.3, "decode": 0.5}, [], np.array([])])
+def test_budgets_of_sequences_that_are_no_list(value: Any, originals: Path, plan: Path) -> None:
+    model = load_model(originals / "single", device="cpu")
+    with ACE.load(plan)(model) as ace, pytest.raises(BudgetError, match="a budget for each sequence"), ace.rows(value):
+        pass
+
+
+@pytest.mark.parametrize("kind", [np.float32, np.float64, torch.tensor, str])
+def test_a_number_of_another_library_is_the_budget_that_was_mapped(kind: Any, demo_plan: Plan) -> None:
+    text, settings = Workload("a text", "0" * 64, 100), make("share").settings
+    known = {"budget": 0.3, "threshold": 0.07, "realised": 0.3, "corrected": True, "passes": 3, "workload": text}
+    mapped = demo_plan.with_thresholds([Threshold(**settings, **known)])
+    ace = ACE(mapped, kind(0.3))
+    assert ace.thresholds.tolist() == pytest.approx([0.07] * 3)
+    assert type(ace.skip) is float and json.dumps(ace.report()["skip"]) == "0.3"
 
 
 @pytest.mark.parametrize("value", ["half", "", "0.5;0.6", "0.5:0.1:0.1"])

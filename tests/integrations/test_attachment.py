@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import pickle
 import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
@@ -22,7 +23,7 @@ from ace_moe import ACE, build_plan
 from ace_moe.checkpoint import MoEModel
 from ace_moe.demo import MODEL
 from ace_moe.errors import IntegrationError
-from ace_moe.integrations.transformers import attachment
+from ace_moe.integrations.transformers import attachment, turns
 from ace_moe.loading import load_model
 from ace_moe.plan import Plan
 from ace_moe.runtime import Layer
@@ -168,6 +169,24 @@ def test_pickling_is_refused_and_saving_is_not(model: PreTrainedModel, plan: Pla
     assert torch.equal(zoo.run(again.float()), zoo.run(model))
 
 
+@pytest.mark.parametrize("attached", [True, False])
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda ace: pickle.loads(pickle.dumps(ace))])
+def test_a_copy_of_a_handle_is_attached_to_nothing(
+    model: PreTrainedModel, plan: Plan, skipped: torch.Tensor, copied: Any, attached: bool
+) -> None:
+    """Also one that is sent to another process: with the thresholds of the first, and counters of its own."""
+    with ACE(plan)(model) as ace:
+        ace.set_threshold(TAU)
+        zoo.run(model)
+        other = copied(ace) if attached else None
+        counted = ace.realised
+    other = other or copied(ace)
+    assert other.realised == 0 and "not attached" in repr(other) and ace.realised == counted > 0.3
+    with other(model):
+        assert torch.equal(zoo.run(model), skipped)
+    assert other.realised == counted
+
+
 # ---- what cannot be attached --------------------------------------------------------------------------------------------
 
 
@@ -188,6 +207,23 @@ def test_compiled_and_parallel_models_are_refused(plan: Plan) -> None:
     model.compile()
     with pytest.raises(IntegrationError, match="Attach first, then compile"):
         ACE(plan).attach(model)
+
+
+def test_parts_that_are_compiled(plan: Plan, skipped: torch.Tensor) -> None:
+    """Wrapped, they are refused by name; in place, or attached before, they are compiled again with the plan."""
+    model = load_model(MODEL, device="cpu").float()
+    layers, ace = model.model.layers, ACE(plan)
+    for take in (ace.attach, ACE.from_pretrained):
+        layers[1], plain = torch.compile(layers[1], backend="eager"), layers[1]
+        with pytest.raises(IntegrationError, match=r"model\.layers\.1 is compiled already.*Attach first"):
+            take(model)
+        layers[1] = plain
+    layers[0].compile(backend="eager")
+    zoo.run(model)
+    on(ace, model)
+    layers[1] = torch.compile(layers[1], backend="eager")
+    torch.testing.assert_close(zoo.run(model), skipped)
+    ace.detach()
 
 
 def test_replicas_are_refused(model: PreTrainedModel, plan: Plan) -> None:
@@ -386,6 +422,54 @@ def test_a_failing_pass_lets_go(model: PreTrainedModel, plan: Plan) -> None:
             done.start()
             done.join(timeout=600)
             assert not done.is_alive()
+
+
+def test_an_interrupted_pass_is_over(model: PreTrainedModel, plan: Plan) -> None:
+    """Ctrl-C on a cell, and then a thread that streams: torch calls no hook behind an interrupt, so the thread looks itself."""
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with ACE(plan)(model):
+        handle = model.model.layers[3].register_forward_pre_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            zoo.run(model)
+        handle.remove()
+        done = threading.Thread(target=zoo.run, args=(model,), daemon=True)
+        done.start()
+        done.join(timeout=60)
+        assert not done.is_alive()
+        zoo.run(model)
+
+
+def test_a_pass_that_takes_long_is_waited_for(
+    model: PreTrainedModel, plan: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Looking whether it still runs takes nothing from a thread that is in the middle of it."""
+    monkeypatch.setattr(turns, "PATIENCE", 0.01)
+    inside, go, order = threading.Event(), threading.Event(), list[str]()
+
+    def wait(*_: Any) -> None:
+        inside.set()
+        go.wait(60)
+
+    def second() -> None:
+        zoo.run(model)
+        order.append("second")
+
+    with ACE(plan)(model):
+        handle = model.model.layers[3].register_forward_pre_hook(wait)
+        first = threading.Thread(target=lambda: (zoo.run(model), order.append("first")), daemon=True)
+        first.start()
+        inside.wait(60)
+        handle.remove()
+        other = threading.Thread(target=second, daemon=True)
+        other.start()
+        other.join(timeout=0.3)
+        assert order == []
+        go.set()
+        first.join(60), other.join(60)
+    assert sorted(order) == ["first", "second"]
 
 
 def test_build_plan_of_an_attached_model(model: PreTrainedModel, plan: Plan) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -91,6 +92,25 @@ def test_assisted(greedy: torch.Tensor, ace: ACE, model: PreTrainedModel, ids: t
     assert counts["prefill"] == PROMPT and counts["verify"] > 0
 
 
+@pytest.mark.parametrize("constant", [1, 5])
+@pytest.mark.parametrize("both", [False, True])
+def test_a_draft_model_with_a_plan(
+    ace: ACE, demo_plan: Plan, model: PreTrainedModel, ids: torch.Tensor, constant: int, both: bool
+) -> None:
+    """It is asked again and again with more of the text; what was accepted is no prompt of its own, and no draft either."""
+    draft, skipping = copy.deepcopy(model), ACE(demo_plan)
+    draft.generation_config.update(num_assistant_tokens=constant, num_assistant_tokens_schedule="constant")
+    draft.generation_config.assistant_confidence_threshold = 0.0
+    with skipping(draft):
+        for _ in range(2):  # a second text has a prompt of its own
+            skipping.set_threshold([0.0, 0.13])
+            with ace(model) if both else nullcontext():
+                model.generate(ids, assistant_model=draft, **GREEDY)
+            found, realised = tokens(skipping), skipping.report()["prefill"]["realised"]
+            assert found["prefill"] == PROMPT and found["decode"] >= DECODED - 1 and not found.get("verify")
+            assert realised == 0
+
+
 @pytest.mark.parametrize("chunk", [20, 7, 1])
 def test_chunked_prompt(greedy: torch.Tensor, ace: ACE, model: PreTrainedModel, ids: torch.Tensor, chunk: int) -> None:
     """A last chunk of one token is still the prompt."""
@@ -158,6 +178,21 @@ def test_a_conversation_goes_on(ace: ACE, model: PreTrainedModel, ids: torch.Ten
         ace.reset()
         talk()
         assert tokens(ace) == {"prefill": PROMPT + 1 + 5, "decode": 2 * DECODED}, "the last new token was never read"
+
+
+@pytest.mark.parametrize("told", [2, PROMPT], ids=["more than the cache holds", "less"])
+def test_a_conversation_goes_on_with_the_new_turn_alone(
+    ace: ACE, model: PreTrainedModel, ids: torch.Tensor, told: int
+) -> None:
+    """The mask says that there is more than these tokens, however many of them there are."""
+    cache = transformers.DynamicCache(config=model.config)
+    with ace(model):
+        ace.set_threshold([0.0, 0.13])
+        ace.reset()
+        model.generate(ids[:, :told], **{**GREEDY, "max_new_tokens": 2}, past_key_values=cache)
+        mask = torch.ones(1, cache.get_seq_length() + PROMPT - 1, dtype=torch.long)
+        model.generate(ids[:, 1:], attention_mask=mask, past_key_values=cache, **GREEDY)
+        assert tokens(ace) == {"prefill": told + PROMPT - 1, "decode": 1 + DECODED}
 
 
 def test_threads_that_generate_at_a_time(ace: ACE, model: PreTrainedModel, ids: torch.Tensor) -> None:

@@ -123,6 +123,13 @@ def shorter(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
+def test_a_model_that_was_made_asks_for_its_tokenizer(demo_model: PreTrainedModel) -> None:
+    """Its config names no folder; a text then needs a tokenizer that is given."""
+    for nowhere in ("", Path()):
+        with pytest.raises(TextError, match="tokenizer="):
+            text_for(demo_model, nowhere, TEXT)
+
+
 def test_from_pretrained_alone(demo_model: PreTrainedModel, shorter: None) -> None:
     """`ACE.from_pretrained(MODEL, skip=0.5)` and nothing else."""
     ace, windows = ACE.from_pretrained(MODEL, skip=0.5, policy="share"), text_for(demo_model, MODEL, None)

@@ -202,6 +202,7 @@ def test_from_a_text_to_a_table(tmp_path: Path) -> None:
     assert all(r["reads"] <= r["asked"] and r["tpot_ms"] <= r["tpot_unskipped_ms"] for r in found["rows"])
     shown = run_ace("simulate", path, "--batch", "8")
     assert shown.code == 0 and "with restore" in shown.out and "tokens of prompts" in shown.err
+    assert {r["batch"] for r in run_ace("simulate", path, "--json").json["rows"]} == {1, 8}, "it has 8 requests"
     assert run_ace("simulate", path, "--batch", "many").code == run_ace("simulate", path, "--batch", "9").code == 1
 
 

@@ -48,11 +48,22 @@ class ModelSource:
             for name in self.tensors.keys() & site.parameter_names().keys():  # adapters hide some under other names
                 self._stored(name)
 
+    def _missing(self, name: str) -> str:
+        """An adapter hides a weight under another name."""
+        module = name.rpartition(".")[0]
+        adapted = next((n for n in self.tensors if n.startswith(f"{module}.base_layer.")), None)
+        if adapted is None:
+            return f"The loaded model has no {name}. Load it with load_model(…, expand=True)."
+        return (
+            f"{module} has an adapter ({adapted}), which a plan of the plain model knows nothing of. Merge it "
+            "(`merge_and_unload`) and build a plan of the merged model, or leave routers and experts out of target_modules."
+        )
+
     def _stored(self, name: str) -> Stored:
         """The parameter with whatever lies beside it in its module."""
         tensor = self.tensors.get(name)
         if tensor is None:
-            raise CheckpointError(f"The loaded model has no {name}. Load it with load_model(…, expand=True).")
+            raise CheckpointError(self._missing(name))
         if type(tensor) not in (Tensor, nn.Parameter):
             return self._subclass(name, tensor)
         found = understand(self.modules[name.rpartition(".")[0]], self.facts).get(name)

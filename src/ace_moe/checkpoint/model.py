@@ -37,6 +37,10 @@ WANTED_FILES = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]
 
 def resolve(model: str | Path) -> Path:
     """A folder stays itself; anything else is a hub repository, downloaded without code and without pickles."""
+    if not isinstance(model, (str, os.PathLike)):
+        raise CheckpointError(
+            f"A model is a folder with config.json, owner/name or a loaded transformers model, not {type(model).__name__}."
+        )
     path = expand(model)
     if os.path.isfile(path) and path.suffix == ".gguf":
         return path
@@ -48,7 +52,10 @@ def resolve(model: str | Path) -> Path:
             )
         return path
     if os.path.exists(path) or str(model).count("/") != 1 or str(model).startswith((".", "/", "~")):
-        raise CheckpointError(f"{model} is not a checkpoint folder. Give a folder with config.json, or owner/name.")
+        embedded = " The embedded model is `ace_moe.demo.MODEL` in Python." if str(model) == "demo" else ""
+        raise CheckpointError(
+            f"{model} is not a checkpoint folder. Give a folder with config.json, or owner/name.{embedded}"
+        )
     try:
         return Path(snapshot_download(str(model), allow_patterns=WANTED_FILES))
     except Exception as error:

@@ -85,7 +85,7 @@ def compare(
     for method, refused in results["refused"].items():
         note(f"{method} at {', '.join(f'{b:.0%}' for b in refused['budgets'])}: {refused['reason']}")
     seconds = time.perf_counter() - start
-    say(f"{output}: {len(results['cells'])} cells, {seconds:.0f} s. Next: ace report {output}")
+    say(f"{output}: {len(results['cells'])} cells, {seconds:.0f} s. Next: ace report {opt.as_typed(output)}")
 
 
 def _check_some(results: dict[str, Any]) -> None:
@@ -177,7 +177,7 @@ def study_thresholds(
     if as_json:
         return print_json({"out": str(output), **{k: found[k] for k in ("workloads", "transfers", "cost")}})
     show_results.print_thresholds(out, found)
-    say(f"{output}: {len(found['transfers'])} transfers. Next: ace report {output}")
+    say(f"{output}: {len(found['transfers'])} transfers. Next: ace report {opt.as_typed(output)}")
 
 
 @study.command("tables", epilog="Example: ace study tables MODEL --text sample.txt")

@@ -39,9 +39,9 @@ def embedded(name: str | None) -> str | None:
     return name if name != "demo" or Path(name).exists() else EMBEDDED
 
 
-def as_typed(model: str) -> str:
-    """A model as it stands in a command to copy."""
-    return "demo" if model == EMBEDDED else shlex.quote(model)
+def as_typed(name: str | Path) -> str:
+    """A model or a file as it stands in a command to copy."""
+    return "demo" if name == EMBEDDED else shlex.quote(str(name))
 
 
 FORWARDED = {"allow_extra_args": True, "ignore_unknown_options": True}  # of commands that hand on what they do not know

@@ -94,7 +94,7 @@ def plan(
         tables(model, output, quiet=True)
     budget(model, output, deciding, loading, Aim(), text, budgets, window=window, tokens=tokens, as_json=as_json)
     if not as_json:
-        say(f"Next: ace run {opt.as_typed(model)} --plan {output} --beside --prompt TEXT")
+        say(f"Next: ace run {opt.as_typed(model)} --plan {opt.as_typed(output)} --beside --prompt TEXT")
 
 
 @command(epilog="Example: ace tables Qwen/Qwen3-30B-A3B -o qwen3.safetensors")
@@ -148,9 +148,8 @@ def tables(
     if quiet:
         return None
     out.print(show.plan_table(plan))
-    say(
-        f"{output}: {len(plan.tables)} layers in {seconds:.1f} s. Next: ace budget {opt.as_typed(model)} --plan {output}"
-    )
+    following = f"ace budget {opt.as_typed(model)} --plan {opt.as_typed(output)}"
+    say(f"{output}: {len(plan.tables)} layers in {seconds:.1f} s. Next: {following}")
     if pushed:
         say(f"pushed: {pushed}")
 

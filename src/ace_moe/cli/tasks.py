@@ -128,7 +128,7 @@ def evaluate_tasks(
     if as_json:
         return print_json(results)
     out.print(show_results.tasks_table(results))
-    say(f"{output}: {len(results['cells'])} results. Next: ace report {output}")
+    say(f"{output}: {len(results['cells'])} results. Next: ace report {opt.as_typed(output)}")
 
 
 def _harness(

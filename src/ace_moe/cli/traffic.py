@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from ..traces.timing import Cost
 
 
+USUAL = (1, 8, 32)  # sequences of a decode step
+BATCH = "Sequences of a decode step. Default: 1,8,32, as far as the trace has requests."
 TRACE = "A file of ace trace or ace serve --trace; or .npz of returned experts."
 
 
@@ -68,7 +70,7 @@ def trace(
     if as_json:
         return print_json({"trace": str(output), "tokens": len(found), "slots": slots, "bytes": size})
     said = f"{len(found):,} tokens of {len(windows.ids)} windows, {slots:,} slots, {size / slots:.2f} bytes each"
-    say(f"{output}: {said}. Next: ace simulate {output}")
+    say(f"{output}: {said}. Next: ace simulate {opt.as_typed(output)}")
 
 
 @contextmanager
@@ -94,7 +96,7 @@ def simulate(
     deciding: Deciding,
     plan: opt.OptionalPlan = None,
     skip: Annotated[str, option("Fractions to skip: 0.3, 0.2,0.4 or from:to:step.")] = "0.2,0.3,0.4",
-    batch: Annotated[str, option("Sequences of a decode step.")] = "1,8,32",
+    batch: Annotated[str | None, option(BATCH)] = None,
     bench: Annotated[Path | None, option("Times of ace bench: what a step would take there.")] = None,
     ranks: Annotated[int | None, option("Experts over so many ranks, in contiguous blocks.", min=1)] = None,
     seed: Annotated[int, option("Of the steps that are drawn.", min=0, max=2**63 - 1)] = 0,
@@ -116,7 +118,7 @@ def simulate(
     check_output(output, "results", trace, plan, bench)
     found, known = _load(trace), None if plan is None else Plan.load(plan)
     made = choose(**deciding.given) if known is None else policy_for(known, **deciding.given)
-    wanted, sizes = parse_budgets(skip), _sizes(batch)
+    wanted, sizes = parse_budgets(skip), _sizes(batch, len(found.requests.unique()))
     cost = None if bench is None else cost_of(bench, found.top_k)
     simulation = Simulation(found, made, known)
     taus = {budget: simulation.threshold(budget) for budget in wanted}
@@ -143,7 +145,10 @@ def _load(path: Path) -> Trace:
     return load_returned(path) if path.suffix == SUFFIX else load_trace(path)
 
 
-def _sizes(text: str) -> list[int]:
+def _sizes(text: str | None, requests: int) -> list[int]:
+    """What was asked for, or the usual ones that the trace has requests for."""
+    if text is None:
+        return [size for size in USUAL if size <= requests] or [1]
     try:
         sizes = [int(part) for part in text.split(",")]
         if min(sizes) < 1:

@@ -68,7 +68,7 @@ def tune(
     out.print(_evidence(found.recommendation))
     _warn(found.recommendation)
     label = found.recommendation["evidence"]["choice"]["label"]
-    following = f'ace run {opt.as_typed(model)} --plan {plan} --skip {budgets_tried[0]:g} --prompt "…"'
+    following = f'ace run {opt.as_typed(model)} --plan {opt.as_typed(plan)} --skip {budgets_tried[0]:g} --prompt "…"'
     say(f"{plan}: {label} is recommended. Next: {following}")
 
 

@@ -73,6 +73,9 @@ class Decoder:
         then attach a plan: its kernels read what a step needs over the bus. `fused`: layers are rewritten before they are
         compiled, so that a step has fewer launches (`fuse`).
         """
+        for name, size in (("batch", batch), ("length", length)):
+            if type(size) is not int or size < 1:
+                raise OptionError(f"{name} is a whole number of at least 1, not {size!r}.")
         if experts not in ("device", "host"):
             raise OptionError(f'experts is "device" or "host", not {experts!r}.')
         if experts == "host":
@@ -93,10 +96,7 @@ class Decoder:
     @torch.no_grad()
     def prefill(self, ids: Tensor) -> Tensor:
         """ids [B, S] into an empty cache; logits [B, V] of the next token."""
-        if ids.shape[0] != self.batch or not 0 < ids.shape[1] < self.length:
-            raise OptionError(
-                f"This decoder takes {self.batch} sequences of 1 to {self.length - 1} tokens, not {tuple(ids.shape)}."
-            )
+        self._check(ids)
         if hosted(self.model) and attached_to(self.model) is None:
             raise IntegrationError(
                 "Experts in host memory are read by a plan's kernels: attach one, at threshold 0 if need be."
@@ -111,6 +111,18 @@ class Decoder:
         self.cache.fill(prompt, ids.shape[1])
         self.tokens = ids.shape[1]
         return out
+
+    def _check(self, ids: Tensor, new_tokens: int = 0) -> None:
+        """Whether there is room for a prompt of this shape and what is to be generated."""
+        shape = tuple(ids.shape) if isinstance(ids, Tensor) and not ids.is_floating_point() else type(ids).__name__
+        if not isinstance(shape, tuple) or len(shape) != 2:
+            raise OptionError(f"A prompt is a tensor of token ids, [batch, tokens]; this is {shape}.")
+        if new_tokens and shape[1] + new_tokens > self.length:
+            raise OptionError(f"{shape[1]} + {new_tokens} tokens do not fit into a cache of {self.length}.")
+        if shape[0] != self.batch or not 0 < shape[1] < self.length:
+            raise OptionError(
+                f"This decoder takes {self.batch} sequences of 1 to {self.length - 1} tokens, not {shape}."
+            )
 
     def settle(self, ids: Tensor) -> None:
         """Run a text [B, S] and keep copies of the experts it used most on the GPU, where there is room for copies."""
@@ -171,8 +183,7 @@ class Decoder:
         """
         if new_tokens < 1:
             raise OptionError(f"There is nothing to generate: ask for at least 1 token, not {new_tokens}.")
-        if ids.shape[1] + new_tokens > self.length:
-            raise OptionError(f"{ids.shape[1]} + {new_tokens} tokens do not fit into a cache of {self.length}.")
+        self._check(ids, new_tokens)
         ends, padding = self._ends(stop)
         logits, out = self.prefill(ids), [ids]
         ended = torch.zeros(self.batch, 1, dtype=torch.bool, device=ids.device)

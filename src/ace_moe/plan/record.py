@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import PlanError, brief
+from ..errors import BudgetError, OptionError, PlanError, brief
 from ..files import expand, write_whole
 from . import file
 from .answers import Answer, Known
@@ -25,6 +25,8 @@ from .curves import Curve
 from .entries import Phase, Threshold, Workload, compared
 from .fingerprint import Fingerprint
 from .shapes import check_factors
+
+NEEDED = {"policy", "params", "gain", "min_active", "min_mass"}  # of settings that are looked up
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,6 +122,14 @@ class Plan:
         self, settings: Mapping[str, Any], budget: float, phase: Phase = "both", workload: str | None = None
     ) -> Answer:
         """τ for a budget and how it was found; `workload` is the name of a text, by default the plan's own choice."""
+        missing = NEEDED - set(settings)
+        if missing:
+            raise OptionError(
+                f"Settings name {', '.join(sorted(NEEDED))}; {', '.join(sorted(missing))} are missing. Take them from a policy: "
+                '`ace_moe.policies.make("share").settings`.'
+            )
+        if not isinstance(budget, (int, float)):
+            raise BudgetError(f"A budget is a number such as 0.5, not {budget!r:.60}.")
         return self._known.answer(settings, budget, phase, workload)
 
     def threshold(

@@ -31,7 +31,7 @@ def _label(workload: Workload, namesakes: Sequence[Workload]) -> str:
 
 def pick(workloads: Sequence[Workload], wanted: str) -> Workload:
     """The text that is meant by a name, or by name#ab12."""
-    name, mark, digest = wanted.rpartition("#")
+    name, mark, digest = str(wanted).rpartition("#")
     found = [w for w in workloads if w.name == wanted]
     if not found and mark:
         found = [w for w in workloads if w.name == name and w.sha256.startswith(digest)]

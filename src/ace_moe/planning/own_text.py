@@ -109,6 +109,10 @@ def text_for(
 ) -> Windows:
     """Windows of the text, or of the model's own where none is given; `source` is where the tokenizer comes from."""
     if text is not None:
+        if tokenizer is None and not str(source).strip("."):  # a model that was made, not loaded
+            raise TextError(
+                "The model does not say where its tokenizer is. Give it: ACE.from_pretrained(…, tokenizer=…)."
+            )
         return load_windows(model, tokenizer or load_tokenizer(source), text, window, tokens)
     with suppress(TextError):  # it is asked for a chat template alone
         tokenizer = tokenizer or load_tokenizer(source)

@@ -132,7 +132,7 @@ def by_phase(skip: Skip) -> dict[str, float]:
 def check_fraction(budget: object) -> float:
     """A budget as a number, whatever the model."""
     try:
-        value = float(budget)  # type: ignore[arg-type]
+        value = number(budget)
     except (TypeError, ValueError, OverflowError):
         raise BudgetError(
             f"A budget is the fraction of routed slots to skip, such as 0.5; {budget!r} is no number."
@@ -153,6 +153,16 @@ def check_budget(budget: object, top_k: int, min_active: int = 1) -> float:
             f"{limit:.1%} can be skipped. Lower the budget or min_active."
         )
     return value
+
+
+def number(budget: Any) -> float:
+    """A budget as Python's own number: 0.3 of NumPy or torch in single precision is the 0.3 that was mapped."""
+    return float(budget) if isinstance(budget, (int, float)) else round(float(budget), 6)
+
+
+def plain(skip: Skip) -> Skip:
+    """A budget that was checked, as reports and repr show it."""
+    return {phase: number(b) for phase, b in skip.items()} if isinstance(skip, Mapping) else number(skip)
 
 
 def most(top_k: int, min_active: int = 1) -> float:

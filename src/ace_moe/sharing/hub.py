@@ -35,6 +35,11 @@ LOG_IN = "log in with `hf auth login`"
 
 def load_plan(plan: str | Path) -> Plan:
     """A file, or a repository's plan as `owner/name` or `owner/name@revision`; both go through every check."""
+    if not isinstance(plan, (str, os.PathLike)):
+        raise PlanError(
+            f"A plan is loaded from a file or from owner/name of the hub, not from {type(plan).__name__}. `ACE(plan)` takes one "
+            "that is loaded."
+        )
     return Plan.load(located(plan))
 
 

@@ -16,7 +16,6 @@ from threading import RLock
 from typing import Any
 from weakref import ref
 
-import torch
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -29,10 +28,11 @@ from ...runtime import Layer, Runtime, row_of
 from ...runtime.executors import SENTINELS
 from .experts import CHILD, IMPLEMENTATION, UNRULED, Choice, choose_executor
 from .generation import Told, listen
-from .modules import device_of, leaves_sentinels_out, refuse_adapters, refuse_repair, ruled, stack_of
+from .modules import block_of, device_of, leaves_sentinels_out, refuse_adapters, refuse_repair, ruled, stack_of
 from .passes import Pass
 
 MINE, PASS = "_ace_attachment", "_ace_pass"  # on the model, and on each of its stacks
+HOLDER = "_attachment"  # on each of our layers
 Undo = Callable[[Any], object]
 CHANGING = RLock()  # one thread at a time changes models: two that attach to one would both find it free
 
@@ -48,31 +48,6 @@ class ConfigView:
 
     def __deepcopy__(self, memo: Any) -> Any:
         return copy.deepcopy(self._config, memo)
-
-
-def base_of(model: Any) -> PreTrainedModel:
-    """The transformers model inside what a user hands over, or an error that says what to do."""
-    if isinstance(model, torch._dynamo.OptimizedModule) or getattr(model, "_compiled_call_impl", None) is not None:
-        raise IntegrationError(
-            "This model is compiled already, and its code would not see a plan. Attach first, then compile."
-        )
-    if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
-        raise IntegrationError(
-            f"Attach the plan to the model inside {type(model).__name__} (`model.module`), one per process."
-        )
-    if hasattr(model, "peft_config") and hasattr(model, "get_base_model"):
-        model = model.get_base_model()
-    if not isinstance(model, PreTrainedModel):
-        raise IntegrationError(
-            f"A plan is attached to a loaded transformers model, not to {type(model).__name__}. Load it first, for example "
-            "with AutoModelForCausalLM.from_pretrained."
-        )
-    return model
-
-
-def attached_to(model: nn.Module) -> Attachment | None:
-    """The attachment a model has."""
-    return getattr(model, MINE, None)
 
 
 class Attachment:
@@ -101,7 +76,10 @@ class Attachment:
                     "This model already has a plan attached. Detach it first: `ace_moe.detach(model)`."
                 )
             refuse_adapters(model, site)
-            layer = self._add(module, site, self._pass(model, site.path))
+            stack = self._pass(model, site.path)
+            layer = self._add(module, site, stack)
+            if (block := block_of(model, site.path)) is not None:
+                stack.again.add(block, layer)
             if layer.mean is not None or layer.aligned:
                 refuse_repair(model, module)
             if not is_registered(module):
@@ -125,6 +103,7 @@ class Attachment:
         layer = self.runtime.add(site.key, site.num_experts, device, kernels=kernels)
         layer.chosen, layer.tokens, layer.owner = chosen, stack, ref(module)
         layer.train(module.training)
+        vars(layer)[HOLDER] = self
         module.add_module(CHILD, layer)
         self._later(module, lambda m: delattr(m, CHILD))
         if is_registered(module):
@@ -199,19 +178,20 @@ class Attachment:
         where, stack = stack_of(model, path)
         if where not in self.passes:
             cached = "past_key_values" in _parameters(stack)
-            self.passes[where] = Pass(self.runtime, cached)
-            setattr(stack, PASS, self.passes[where])
+            made = self.passes[where] = Pass(self.runtime, cached)
+            setattr(stack, PASS, made)
             before = stack.register_forward_pre_hook(_begin, with_kwargs=True, prepend=True)
             after = stack.register_forward_hook(_end, always_call=True)
             self._later(stack, lambda m: [m.__dict__.pop(PASS, None), *(h.remove() for h in (before, after))])  # type: ignore[func-returns-value]
+            self._later(stack, lambda m: made.again.remove())
         return self.passes[where]
 
     def _tell(self, model: PreTrainedModel) -> None:
         """Have `generate` and continuous batching say where prompts end; compiled calls are made again with a plan in them."""
         listen()
         if hasattr(type(model), "generate") and "generate" not in vars(model):
-            vars(model)["generate"] = Told(model, list(self.passes.values()))
-            self._later(model, lambda m: m.__dict__.pop("generate", None))
+            told = vars(model)["generate"] = Told(model, list(self.passes.values()))
+            self._later(model, lambda m: m.__dict__.get("generate") is told and m.__dict__.pop("generate"))
         vars(model).pop("_compiled_call", None)
         self._later(model, lambda m: m.__dict__.pop("_compiled_call", None))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from functools import cache, wraps
 from types import MethodType
@@ -24,6 +25,7 @@ class Told:
 
     def __init__(self, model: PreTrainedModel, passes: list[Pass]):
         self.model, self.passes = ref(model), passes
+        self._drafting: dict[int, int | None] = {}  # by thread: the prompt of the text a draft model is called for
         wraps(type(model).generate)(self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -34,14 +36,25 @@ class Told:
         prompt, start = (None, None) if inside else prompt_of(model, args, kwargs)
         if prompt is None:
             return type(model).generate(model, *args, **kwargs)
+        drafts = bool(getattr(kwargs.get("generation_config"), "is_assistant", False))
+        if drafts:
+            prompt = self._first(prompt, kwargs)
         before = [one.telling for one in self.passes]
         try:
             for one in self.passes:
-                one.tell(one.telling._replace(prompt=torch.tensor(prompt, device=model.device), start=start))
+                end = torch.tensor(prompt, device=model.device)
+                one.tell(one.telling._replace(prompt=end, start=start, drafts=drafts))
             return type(model).generate(model, *args, **kwargs)
         finally:
             for one, told in zip(self.passes, before, strict=True):
                 one.tell(told)
+
+    def _first(self, prompt: int | None, kwargs: dict[str, Any]) -> int | None:
+        """A draft model is called again and again for one text, with more of it each time: its prompt is the first call's."""
+        me = threading.get_ident()
+        if kwargs.get("past_key_values") is None:
+            self._drafting[me] = prompt
+        return self._drafting.get(me, prompt)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """A copied model generates for itself."""
@@ -67,11 +80,17 @@ def prompt_of(
     )
     if given is None:
         return 1, None  # transformers starts with a BOS token
-    length, held = int(given.shape[1]), getattr(kwargs.get("past_key_values"), "get_seq_length", lambda: 0)
-    had = int(held())
-    length = length + had if had >= length else length  # the new tokens alone, behind a filled cache
     mask: Any = kwargs.get("attention_mask")
+    length = _length(int(given.shape[1]), kwargs.get("past_key_values"), mask)
     return length, _first_real(mask) if _shaped(mask) else _first_unpadded(model, given)
+
+
+def _length(new: int, cache: Any, mask: Any) -> int:
+    """Tokens of a prompt of which a filled cache may hold some: transformers takes whole prompts, and the new tokens alone
+    with a mask of the whole."""
+    had = int(getattr(cache, "get_seq_length", lambda: 0)())
+    alone = mask.shape[1] != new if had and _shaped(mask) and mask.dim() == 2 else had >= new
+    return new + had if alone else new
 
 
 def _shaped(x: Any) -> bool:

@@ -19,8 +19,8 @@ from ...errors import IntegrationError, OptionError
 from ...policies import Routing
 from ...runtime import Layer
 from ...runtime.layer import Observer
-from .attachment import attached_to
 from .experts import CHILD, HOST, Hosted, layout_of
+from .models import attached_to
 
 PAGE = 4096
 

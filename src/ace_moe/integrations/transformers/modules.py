@@ -45,6 +45,13 @@ def stack_of(model: nn.Module, path: str) -> tuple[str, nn.Module]:
     return "", model
 
 
+def block_of(model: nn.Module, path: str) -> nn.Module | None:
+    """The decoder layer that holds an experts module; none where there is no list of layers."""
+    where, stack = stack_of(model, path)
+    below = path.removeprefix(where).removeprefix(".").split(".")[:2]
+    return stack.get_submodule(".".join(below)) if isinstance(stack.get_submodule(below[0]), nn.ModuleList) else None
+
+
 def device_of(module: nn.Module) -> torch.device:
     """Where a module runs: its weights may be parked elsewhere."""
     if HOST in vars(module):

@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from ...errors import IntegrationError
 from ...runtime.layer import refuse_pickling
 from ...runtime.rows import PADDING, PHASES, Same, row_of
+from .again import Again
+from .turns import Turns
 
 PREFILL, DECODE, VERIFY = (row_of(phase) for phase in ("prefill", "decode", "verify"))
 PROMPTS = "ace_prompt_lengths"  # where a paged cache carries the prompt lengths of its requests
@@ -29,6 +31,7 @@ class Telling(NamedTuple):
     start: Tensor | None = None  # [B]
     row: int | None = None  # of every token
     budgets: Tensor | None = None  # [B], the number of each sequence's budget
+    drafts: bool = False  # the model drafts for another one: what it reads was written, and is nothing it has to verify
 
 
 NOTHING = Telling()
@@ -47,11 +50,9 @@ class Pass:
         self._rows: Tensor | None = None  # [T] of the running pass
         self._row: int | None = PREFILL  # the one row of all its tokens, where it is known
         self._length = 0
-        self._kept = (
-            0  # of each sequence, where the last layers may be given only the tokens whose logits are asked for
-        )
+        self._kept = 0  # tokens of each sequence, where the last layers may get those alone whose logits are asked for
         self._same = {row: Same(row) for row in (PREFILL, DECODE, VERIFY)}
-        self._lock, self._owner = threading.Lock(), 0
+        self._turns, self.again = Turns(), Again(self)
 
     def __deepcopy__(self, memo: Any) -> None:
         """A copy of an attached model is a model without a plan."""
@@ -97,7 +98,8 @@ class Pass:
                 "A plan cannot work in replicas of nn.DataParallel, which share its counters. Use one process for each GPU."
             )
         if not torch.compiler.is_compiling():
-            self._enter()
+            self._turns.take(module)
+            self.again.begin(module)
         try:
             self._look(_named(module, args, kwargs))
         except BaseException:
@@ -112,18 +114,22 @@ class Pass:
         if not again:
             self._rows, self._row, self._length, self._kept = None, PREFILL, 0, 0
         if not torch.compiler.is_compiling():
-            self._leave()
+            self._turns.leave()
 
-    def _enter(self) -> None:
-        me = threading.get_ident()
-        if self._owner != me:  # a pass of this thread that was interrupted has not let go
-            self._lock.acquire()
-            self._owner = me
+    @property
+    def running(self) -> bool:
+        """Whether this thread is in a pass: a layer that runs outside of one runs again."""
+        return self._turns.mine
 
-    def _leave(self) -> None:
-        if self._owner == threading.get_ident():
-            self._owner = 0
-            self._lock.release()
+    @property
+    def facts(self) -> tuple[Any, ...]:
+        """What the running pass is, for layers that will run again."""
+        return self._rows, self._row, self._length, self._kept
+
+    def recall(self, facts: tuple[Any, ...]) -> None:
+        """A backward pass runs a layer of an earlier pass again: as it was, uncounted."""
+        self._rows, self._row, self._length, self._kept = facts
+        self.counting = False
 
     # ---- rows ---------------------------------------------------------------------------------------------------
 
@@ -159,7 +165,8 @@ class Pass:
             self.runtime.padding_known = False
             return self._all(row, given)
         index = torch.arange(self._length, device=given.device) + _cached(cache)
-        rows = placed(index, telling.prompt.to(given.device), cache is not None).expand(batch, -1)
+        verifies = cache is not None and not telling.drafts
+        rows = placed(index, telling.prompt.to(given.device), verifies).expand(batch, -1)
         if mask is not None:
             return self._masked(mask, rows)
         if telling.start is not None and batch % len(telling.start) == 0:
@@ -220,10 +227,10 @@ def _cached(cache: Any) -> int | Tensor:
     return cache.get_seq_length() if hasattr(cache, "get_seq_length") else 0
 
 
-def placed(index: Tensor, prompt: Tensor, cached: bool) -> Tensor:
+def placed(index: Tensor, prompt: Tensor, verifies: bool) -> Tensor:
     """The row of tokens at these places in the cache, [q]: prompt, else decode, and verify behind a pass's first token."""
     generated = torch.full_like(index, DECODE)
-    if cached and len(index) > 1:
+    if verifies and len(index) > 1:
         generated[1:] = VERIFY
     return torch.where(index < prompt, PREFILL, generated)
 
