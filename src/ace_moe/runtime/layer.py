@@ -66,6 +66,7 @@ class Layer(nn.Module):
         hidden: int = 1,
     ):
         super().__init__()
+        self.training = False  # until the module it belongs to is told
         self.key, self.policy, self.state, self.mark = key, policy, state, mark
         self.votes, self.experts, self.width = votes, experts, width  # width: slots of a token
         self.tokens: Tokens = Same(row_of("prefill"))
@@ -135,12 +136,17 @@ class Layer(nn.Module):
     def has_kernel(self) -> bool:
         return self._rule is not None
 
+    @property
+    def learns(self) -> bool:
+        """Whether a backward pass may follow, which kernels have none for: torch decides then, and runs the experts."""
+        return self.training and torch.is_grad_enabled()
+
     def decide(self, ids: Tensor, gates: Tensor, hidden: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """ids, gates [T, k] as the router gave them → what runs: `mark` and 0 at skipped slots. No host sync."""
         rows = self.tokens.rows(ids.shape[0], ids.device)
         if self.trace is not None:
             self.trace(ids, gates)
-        if self._rule is not None and not self.observers:
+        if self._rule is not None and not self.observers and not self.learns:
             given = (ids, gates, rows, self.tau, self.factor, self._views(), self._counter(), self.mark, self.rule)
             found = self._rule(*given, self._voting(), self.experts)
         else:

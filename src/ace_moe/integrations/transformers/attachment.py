@@ -125,7 +125,7 @@ class Attachment:
         )
         layer = self.runtime.add(site.key, site.num_experts, device, kernels=kernels)
         layer.chosen, layer.tokens, layer.owner = chosen, stack, ref(module)
-        module.add_module(CHILD, layer)
+        module.add_module(CHILD, layer.train(module.training))
         self._later(module, lambda m: delattr(m, CHILD))
         if is_registered(module):
             self._set(module, "config", ConfigView(module.config))

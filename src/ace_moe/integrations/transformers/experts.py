@@ -48,6 +48,8 @@ def _implementation(stock: Stock, ruled: bool = True) -> Stock:
         if ruled and layer.at == "experts":
             ids, gates = layer.decide(ids, gates, hidden_states)
         executor = layer.chosen.executor
+        if layer.learns and executor.name == Kernels.name and HOST not in vars(self):
+            executor = Whole()
         if layer.mean is None or executor.name == Kernels.name:  # the kernels add it themselves
             found = executor(stock, self, hidden_states, ids, gates)
             return rule.align(found, (ids == layer.mark).any(-1), layer.statistics) if layer.aligned else found

@@ -23,7 +23,7 @@ def ruled(stock: type) -> type:
         layer = getattr(self, "ace_layer", None)
         if layer is None:
             return stock.forward(self, hidden_states, *args, **kwargs)  # type: ignore[attr-defined]
-        if layer.observers:
+        if layer.observers or layer.learns:
             logits, gates, ids = stock.forward(self, hidden_states, *args, **kwargs)  # type: ignore[attr-defined]
             ids, gates = layer.decide(ids, gates)
             return logits, gates, ids
