@@ -48,7 +48,9 @@ def _implementation(stock: Stock, ruled: bool = True) -> Stock:
         ids, gates = top_k_index, top_k_weights
         if ruled and layer.at == "experts":
             ids, gates = layer.decide(ids, gates, hidden_states)
-        executor = WHOLE if layer.learning and layer.chosen.executor.name == Kernels.name else layer.chosen.executor
+        executor = layer.chosen.executor
+        if layer.learning and executor.name == Kernels.name and HOST not in vars(self):
+            executor = WHOLE
         if layer.mean is None or executor.name == Kernels.name:  # the kernels add it themselves
             found = executor(stock, self, hidden_states, ids, gates)
             return rule.align(found, (ids == layer.mark).any(-1), layer.statistics) if layer.aligned else found
