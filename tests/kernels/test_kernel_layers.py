@@ -55,28 +55,6 @@ def make_layers(policy, guarded=False):
     return made
 
 
-def test_a_model_that_learns_runs_without_kernels(monkeypatch):
-    """They have no backward pass: torch decides and runs the experts, as where there are no kernels."""
-    model, runs = zoo.build("qwen3_moe"), []
-    plan, given, stock = build_plan(model), zoo.inputs(1, 5), Kernels.__call__
-    model.to(DEVICE)
-    monkeypatch.setattr(Kernels, "__call__", lambda *given: runs.append(1) or stock(*given))
-    gradients = {}
-    for dispatch in ("torch", "kernels"):
-        with ACE(plan, policy="share", dispatch=dispatch)(model.train()) as ace:
-            ace.set_threshold(0.49)
-            model(**{n: t.to(DEVICE) for n, t in given.items()}).logits.float().sum().backward()
-            gradients[dispatch] = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-            model.zero_grad()
-            assert ace.realised > 0 and not runs
-            if dispatch == "kernels":
-                model.eval()(**{n: t.to(DEVICE) for n, t in given.items()})
-                assert runs
-    assert gradients["torch"] and gradients["torch"].keys() == gradients["kernels"].keys()
-    for name, gradient in gradients["torch"].items():
-        torch.testing.assert_close(gradients["kernels"][name], gradient, msg=name)
-
-
 def random_routing(tokens, k, kind, seed=0):
     """ids, gates [T, k] in any order; equal gates, zero gates, gates that do not sum to 1."""
     g = torch.Generator().manual_seed(seed)

@@ -25,9 +25,10 @@ def split(positions: int, pairs: int, row: int = 256) -> tuple[int, int, int]:
 
     A program that can fetches all it has to read at once; `row` are the bytes of a position.
     """
-    splits = max(1, min(MOST_SPLITS, cdiv(264, pairs), cdiv(positions, TILE)))
-    step = cdiv(cdiv(positions, splits), TILE) * TILE
-    tile = 2 * TILE if step > TILE and row <= 256 else TILE
+    unit = TILE if row <= 512 else TILE // 2  # wide heads in fp32, for the shared memory of RTX cards
+    splits = max(1, min(MOST_SPLITS, cdiv(264, pairs), cdiv(positions, unit)))
+    step = cdiv(cdiv(positions, splits), unit) * unit
+    tile = 2 * TILE if step > TILE and row <= 256 else unit
     step = cdiv(step, tile) * tile
     return cdiv(positions, step), step, tile
 
