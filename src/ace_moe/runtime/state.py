@@ -27,6 +27,7 @@ class State:
 
     def __init__(self, budgets: int = 1):
         rows = rows_for(budgets)
+        self.changes = 0  # how often τ was set; what moves by itself is not counted
         self.tracks = False  # whether any τ moves by itself; not asked of a tensor, because compiled passes look
         with torch.device("cpu"):  # an engine may build its layers under another default
             tau, target = torch.zeros(rows, dtype=torch.float32), torch.full((rows,), NONE, dtype=torch.float32)
@@ -72,6 +73,7 @@ class State:
         """[R] each; without targets they stay."""
         now = tau.detach().float().cpu().clone()
         now[PADDING] = 0
+        self.changes += 1
         self._host = self._host._replace(tau=now, target=self._host.target if target is None else target.float().cpu())
         self.tracks = not bool(self._host.target.isnan().all())
         self._write()

@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from ...runtime import Layer
 
 AGAIN = "_ace_again"  # on a decoder layer
-PASSES = 64  # that are remembered: those whose backward pass is to come
+PASSES = 16  # that are remembered: those whose backward pass is to come
 
 
 class Running(Protocol):
@@ -48,6 +48,7 @@ class Again:
         self._handles: list[RemovableHandle] = []
         self._seen: dict[tuple[int, int], Known] = {}  # by block and place in memory, oldest first
         self._now: Known | None = None
+        self._tau: tuple[int, Tensor] | None = None  # as it was at a change of the state
 
     def __deepcopy__(self, memo: Any) -> None:
         """A copy of an attached model is a model without a plan."""
@@ -78,7 +79,7 @@ class Again:
         """A block of the running pass, which is remembered, or one that runs again."""
         place, layers = (id(block), given.data_ptr()), self._blocks[block]
         if self.one.running:
-            self._now = self._now or Known(self.one.facts, layers[0].tau.clone())
+            self._now = self._now or Known(self.one.facts, self._current(layers[0]))
             self._seen.pop(place, None)
             self._seen[place] = self._now
             if len(self._seen) > PASSES * len(self._blocks):
@@ -87,6 +88,13 @@ class Again:
             self.one.recall(known.facts)
             for layer in layers:
                 layer._buffers["tau"] = known.tau.to(layer.counts.device)
+
+    def _current(self, layer: Layer) -> Tensor:
+        """τ as it is; one copy for all passes between two changes."""
+        state = layer.state
+        if self._tau is None or state.tracks or self._tau[0] != state.changes:
+            self._tau = state.changes, layer.tau.clone()
+        return self._tau[1]
 
     def after(self, block: nn.Module) -> None:
         for layer in self._blocks[block]:
