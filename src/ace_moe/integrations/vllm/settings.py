@@ -208,3 +208,31 @@ def check_content(plan: Plan, model: str | Path, allow_other_weights: bool) -> N
         logger.warning("ACE: the plan may be of other weights than the model's (allow_other_weights).")
         return
     plan.check_model(MoEModel.open(model).fingerprint())
+
+
+def refuse_unsupported(vllm_config: Any, traced: bool = False) -> None:
+    """Options of vLLM under which skipping would be wrong or silent."""
+    parallel, cache = vllm_config.parallel_config, getattr(vllm_config, "cache_config", None)
+    switches = {
+        "--enable-lora": vllm_config.lora_config is not None,
+        "--enable-dbo": getattr(parallel, "enable_dbo", False),
+        "--ubatch-size": getattr(parallel, "ubatch_size", 0) > 1,
+        "--kv-sharing-fast-prefill": getattr(cache, "kv_sharing_fast_prefill", False),
+        "--enable-return-routed-experts": getattr(vllm_config.model_config, "enable_return_routed_experts", False),
+    }
+    reasons = (
+        *((on, REFUSED[flag], flag) for flag, on in switches.items()),
+        (
+            traced and getattr(getattr(vllm_config, "speculative_config", None), "enable_adaptive_verification", False),
+            "it keeps from the host how many tokens of a request a step computes, which a trace writes down",
+            "adaptive verification (enable_adaptive_verification) while it traces",
+        ),
+        (
+            getattr(parallel, "prefill_context_parallel_size", 1) > 1,
+            "prefill context parallelism gathers tokens before they are routed",
+            "--prefill-context-parallel-size",
+        ),
+    )
+    for wrong, why, flag in reasons:
+        if wrong:
+            raise IntegrationError(f"ACE does not work with {flag}: {why}. Serve without {flag}, or without `ace`.")

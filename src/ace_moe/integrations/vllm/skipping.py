@@ -21,7 +21,7 @@ from . import KEY
 from .asleep import Asleep
 from .requests import asked
 from .rows import Rows, Share, Step, listen
-from .settings import REFUSED, Settings, batch_invariant, check_content, logger, unknown_vllm
+from .settings import Settings, batch_invariant, check_content, logger, refuse_unsupported, unknown_vllm
 from .tracing import requests_of, tracing_of
 
 SKIPPED = -1  # the id of a skipped slot: what vLLM itself gives padding
@@ -262,34 +262,6 @@ def restores(wanted: bool | None) -> bool:
             "restore makes what a token runs depend on its batch, and VLLM_BATCH_INVARIANT asks that nothing does. Leave one out."
         )
     return not invariant if wanted is None else wanted
-
-
-def refuse_unsupported(vllm_config: Any, traced: bool = False) -> None:
-    """Options of vLLM under which skipping would be wrong or silent."""
-    parallel, cache = vllm_config.parallel_config, getattr(vllm_config, "cache_config", None)
-    switches = {
-        "--enable-lora": vllm_config.lora_config is not None,
-        "--enable-dbo": getattr(parallel, "enable_dbo", False),
-        "--ubatch-size": getattr(parallel, "ubatch_size", 0) > 1,
-        "--kv-sharing-fast-prefill": getattr(cache, "kv_sharing_fast_prefill", False),
-        "--enable-return-routed-experts": getattr(vllm_config.model_config, "enable_return_routed_experts", False),
-    }
-    reasons = (
-        *((on, REFUSED[flag], flag) for flag, on in switches.items()),
-        (
-            traced and getattr(getattr(vllm_config, "speculative_config", None), "enable_adaptive_verification", False),
-            "it keeps from the host how many tokens of a request a step computes, which a trace writes down",
-            "adaptive verification (enable_adaptive_verification) while it traces",
-        ),
-        (
-            getattr(parallel, "prefill_context_parallel_size", 1) > 1,
-            "prefill context parallelism gathers tokens before they are routed",
-            "--prefill-context-parallel-size",
-        ),
-    )
-    for wrong, why, flag in reasons:
-        if wrong:
-            raise IntegrationError(f"ACE does not work with {flag}: {why}. Serve without {flag}, or without `ace`.")
 
 
 @contextmanager
