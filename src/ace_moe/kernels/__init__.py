@@ -10,6 +10,11 @@ import torch
 AMPERE = (8, 0)
 
 
+def without_triton() -> str:
+    """Empty if it is there."""
+    return "" if find_spec("triton") is not None else "Triton is not installed"
+
+
 @cache
 def foreign(device: torch.device) -> str:
     """Why nothing here can run on this GPU; empty if it can, and for what is no GPU."""
@@ -19,7 +24,7 @@ def foreign(device: torch.device) -> str:
         return "the kernels were made for NVIDIA's GPUs"
     if torch.cuda.get_device_capability(device) < AMPERE:
         return "this GPU is older than those the kernels were made for (Ampere)"
-    return "" if find_spec("triton") is not None else "Triton is not installed"
+    return without_triton()
 
 
 def usable(device: torch.device) -> bool:

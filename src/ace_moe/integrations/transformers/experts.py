@@ -6,7 +6,6 @@ behind every group of the grouped product and are never computed.
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -18,7 +17,7 @@ from transformers.integrations.moe import ExpertsInterface, grouped_mm_experts_f
 
 from ... import rule
 from ...checkpoint.structure import is_registered
-from ...kernels import foreign
+from ...kernels import foreign, without_triton
 from ...runtime.executors import Chosen, Offer, choose, compact
 
 if TYPE_CHECKING:
@@ -157,18 +156,14 @@ def kernels_for(module: nn.Module, device: torch.device, forced: bool = False) -
 
 def layout_of(module: nn.Module) -> Layout | str:
     """How the kernels see the module's weights, or why they cannot run it."""
-    if not has_triton():
-        return "Triton is not installed"
+    if why := without_triton():
+        return why
     packed = [type(p).__name__ for p in module.parameters() if type(p) is not nn.Parameter]
     if packed:  # such a tensor says it is bf16 and is not
         return f"its weights are of type {packed[0]}"
     from ...kernels.layout import Layout
 
     return Layout.of(module)
-
-
-def has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
 
 
 def on_gpu(module: nn.Module) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...kernels import foreign
+from ...kernels import foreign, without_triton
 from ...kernels.activation import GELU_TANH, SILU, Activation
 from .backends import PLAIN, prepare_of
 from .settings import EVERY, batch_invariant
@@ -31,10 +31,10 @@ class Kernels:
     @classmethod
     def of(cls, experts: Any, kernel: Any, measured: bool = False) -> Kernels | str:
         """The kernels for this layer, or why not; `measured`: only where they were found to be faster and do no harm."""
-        try:
-            from ...kernels.launch import hopper
-        except ImportError:
-            return "Triton is not installed"
+        if why := without_triton():
+            return why
+        from ...kernels.launch import hopper
+
         reason = unfit(experts, kernel) or foreign(experts.w2_weight.device)
         if not reason and measured and not hopper(experts.w2_weight.device):
             return "they were not measured on this GPU"
