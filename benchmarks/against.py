@@ -33,7 +33,7 @@ class Worker:
 
     def __init__(self, shape: str, layers: int | None, device: str):
         from ace_moe import ACE, build_plan
-        from ace_moe.bench.shapes import build
+        from ace_moe.lab.bench.shapes import build
 
         self.model = build(shape, device, layers)
         self.ace = ACE(build_plan(self.model))
@@ -43,13 +43,13 @@ class Worker:
     def prepare(self, what: str, tokens: int, batch: int) -> None:
         import torch
 
-        from ace_moe.bench import latency
+        from ace_moe.lab.bench import latency
 
         torch._dynamo.reset()
         self.timed = None
         made: Any = latency.Steps if what == "tpot" else latency.Prompt  # versions differ in what they take
         try:
-            from ace_moe.bench.tokens import random_tokens
+            from ace_moe.lab.bench.tokens import random_tokens
         except ImportError:  # versions that draw the same tokens themselves
             self.timed = made(self.model, batch, tokens)
         else:

@@ -23,17 +23,18 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ace_moe import build_plan
-from ace_moe.evaluate.store import write_json
-from ace_moe.evaluate.tasks import TASKS, Task, find_file, read_rows
+from ace_moe.checkpoint.loading import load_model, load_tokenizer
 from ace_moe.files import hashes
-from ace_moe.loading import load_model, load_tokenizer
+from ace_moe.lab.compare.store import write_json
+from ace_moe.lab.tasks.tasks import TASKS, Task, find_file, read_rows
+from ace_moe.lab.tune import tune
+from ace_moe.lab.tune.candidates import BASELINE, label
+from ace_moe.mapping import map_budgets, text_for
+from ace_moe.mapping.passes import attached
 from ace_moe.plan import Plan
-from ace_moe.planning import map_budgets, text_for, tune
-from ace_moe.planning.candidates import BASELINE, label
-from ace_moe.planning.passes import attached
 from ace_moe.policies import PRESETS, Policy, TokenPolicy
 from ace_moe.provenance import provenance
-from ace_moe.statistics import mean_difference, mean_interval
+from ace_moe.scoring.statistics import mean_difference, mean_interval
 
 NAMES = ("lambada", "piqa", "arc_easy", "sciq")
 BUDGETS = (0.3, 0.5, 0.6)

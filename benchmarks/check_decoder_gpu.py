@@ -23,9 +23,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ace_moe import ACE, build_plan
-from ace_moe.bench import shapes
 from ace_moe.decoding import Decoder
 from ace_moe.decoding.static import Attended, Recurrent
+from ace_moe.lab.bench import shapes
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 GREEDY: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}

@@ -27,7 +27,7 @@ from running import engine_options, made_here, parser, store
 from serving_against import medians, settle, timed, to_time
 from versions import HERE, Version, serve
 
-from ace_moe.bench.shapes import GEMMA4_26B, GPT_OSS_20B, QWEN3_30B, QWEN36_35B
+from ace_moe.lab.bench.shapes import GEMMA4_26B, GPT_OSS_20B, QWEN3_30B, QWEN36_35B
 from serving import TINY, engine_args, start, write_plan
 
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}

@@ -17,11 +17,11 @@ from typing import Any
 
 from running import engine_options, parser
 
-from ace_moe.integrations.vllm import engine_args
-from ace_moe.integrations.vllm.control import set_restore, set_skip
+from ace_moe.engines.traces.file import load_trace
+from ace_moe.engines.vllm import engine_args
+from ace_moe.engines.vllm.control import set_restore, set_skip
+from ace_moe.lab.traffic.simulate import Simulation
 from ace_moe.policies import make
-from ace_moe.traces.file import load_trace
-from ace_moe.traces.simulate import Simulation
 from serving import SIZES, TINY, report, reset, set_threshold, start, write_model, write_plan
 
 LENGTHS, NEW, CHUNK = (5, 33, 65, 17, 129, 48, 21, 9, 70), 12, 64

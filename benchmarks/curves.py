@@ -20,11 +20,11 @@ from running import parser, store
 from transformers import PreTrainedModel
 
 from ace_moe import ACE, build_plan
+from ace_moe.checkpoint.loading import default_device, load_model
 from ace_moe.files import hashes
-from ace_moe.loading import default_device, load_model
+from ace_moe.mapping import Passes, map_budgets, text_for
+from ace_moe.mapping.passes import attached
 from ace_moe.plan import Plan
-from ace_moe.planning import Passes, map_budgets, text_for
-from ace_moe.planning.passes import attached
 from ace_moe.policies import Policy, make
 from ace_moe.provenance import provenance
 from ace_moe.text import Windows

@@ -24,9 +24,9 @@ os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB, or a CPU engine wan
 import torch
 from running import made_here, parser, store
 
-from ace_moe.integrations.vllm import engine_args
-from ace_moe.integrations.vllm.control import report, reset, set_skip
-from ace_moe.loading import load_tokenizer
+from ace_moe.checkpoint.loading import load_tokenizer
+from ace_moe.engines.vllm import engine_args
+from ace_moe.engines.vllm.control import report, reset, set_skip
 
 BUDGETS = [(0.0, 0.0), (0.3, 0.3), (0.3, 0.0), (0.0, 0.3), (0.6, 0.6), (0.6, 0.0), (0.0, 0.6)]  # decode, verify
 PROMPT = 64  # tokens

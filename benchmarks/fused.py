@@ -18,7 +18,7 @@ import torch
 from restore import Way
 from running import bare_plan, in_turn, made_here, parser, settled, store
 
-from ace_moe.bench.shapes import build
+from ace_moe.lab.bench.shapes import build
 
 ROUNDS = 9
 

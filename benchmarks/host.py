@@ -18,12 +18,12 @@ import torch
 from running import bare_plan, in_turn, made_here, parser, settled, store
 
 from ace_moe import ACE
-from ace_moe.bench.latency import STEPS, Steps, once
-from ace_moe.bench.routers import shape_routers
-from ace_moe.bench.shapes import build
-from ace_moe.bench.tokens import random_tokens
-from ace_moe.integrations.transformers.experts import HOST
-from ace_moe.integrations.transformers.host import hosted, place_experts, settle
+from ace_moe.engines.transformers.experts import HOST
+from ace_moe.engines.transformers.host import hosted, place_experts, settle
+from ace_moe.lab.bench.latency import STEPS, Steps, once
+from ace_moe.lab.bench.routers import shape_routers
+from ace_moe.lab.bench.shapes import build
+from ace_moe.lab.bench.tokens import random_tokens
 
 PROMPT, ROUNDS = 256, 5
 

@@ -29,14 +29,14 @@ from torch import Tensor
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from ace_moe import build_plan
-from ace_moe.evaluate.subject import Recorder, Subject, dense_pass
 from ace_moe.files import hashes
-from ace_moe.planning import fit_budgets
-from ace_moe.planning.candidates import BASELINE
+from ace_moe.lab.compare.subject import Recorder, Subject, dense_pass
+from ace_moe.lab.tune.candidates import BASELINE
+from ace_moe.mapping import fit_budgets
 from ace_moe.policies import PRESETS, TokenPolicy
 from ace_moe.provenance import provenance
-from ace_moe.scoring import Score
-from ace_moe.statistics import perplexity_change, perplexity_interval, token_interval
+from ace_moe.scoring.predictions import Score
+from ace_moe.scoring.statistics import perplexity_change, perplexity_interval, token_interval
 from ace_moe.text import Windows, windows_of
 
 VOCABULARY, WINDOW = 8192, 512

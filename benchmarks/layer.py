@@ -25,14 +25,14 @@ from transformers.integrations.moe import grouped_mm_experts_forward
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 from tune import EXPERTS, HIDDEN, MIDDLE, TOP_K, graph_time, layer, routing
 
-from ace_moe.bench.run import read_rate
+from ace_moe.decider import Layer, row_of
+from ace_moe.decider.rows import Same
+from ace_moe.decider.state import State
 from ace_moe.kernels import experts
 from ace_moe.kernels.experts import Weights
 from ace_moe.kernels.routing import TopK, reference
+from ace_moe.lab.bench.run import read_rate
 from ace_moe.policies import make
-from ace_moe.runtime import Layer, row_of
-from ace_moe.runtime.rows import Same
-from ace_moe.runtime.state import State
 
 BYTES_PER_EXPERT = 3 * HIDDEN * MIDDLE * 2
 POLICIES = ("share", "share:squared=true", "top_p", "ace")

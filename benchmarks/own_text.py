@@ -13,10 +13,10 @@ from running import made_here, parser, store
 from transformers import PreTrainedModel
 
 from ace_moe import build_plan
+from ace_moe.checkpoint.loading import load_model
 from ace_moe.files import hashes
-from ace_moe.loading import load_model
-from ace_moe.planning import Mapped, Passes, map_budgets, text_for
-from ace_moe.planning.passes import attached
+from ace_moe.mapping import Mapped, Passes, map_budgets, text_for
+from ace_moe.mapping.passes import attached
 from ace_moe.policies import make
 from ace_moe.provenance import provenance
 

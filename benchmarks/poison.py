@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from ace_moe.integrations.vllm.backends import distinct_reason, kernel_of, kernel_reason, parts_of
-from ace_moe.integrations.vllm.executor import Redirect
+from ace_moe.engines.vllm.backends import distinct_reason, kernel_of, kernel_reason, parts_of
+from ace_moe.engines.vllm.executor import Redirect
 from serving import AceWorker
 
 WIDE = 0.02  # how wide weights are

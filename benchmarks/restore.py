@@ -17,11 +17,11 @@ import torch
 from running import bare_plan, in_turn, made_here, parser, settled, store
 
 from ace_moe import ACE
-from ace_moe.bench.latency import STEPS, Steps
-from ace_moe.bench.routers import shape_routers
-from ace_moe.bench.shapes import build
-from ace_moe.bench.tokens import random_tokens
 from ace_moe.checkpoint import MoEModel
+from ace_moe.lab.bench.latency import STEPS, Steps
+from ace_moe.lab.bench.routers import shape_routers
+from ace_moe.lab.bench.shapes import build
+from ace_moe.lab.bench.tokens import random_tokens
 from ace_moe.plan import Plan
 from ace_moe.provenance import provenance
 

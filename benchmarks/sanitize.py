@@ -15,6 +15,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from ace_moe.decider.rows import PADDING, row_of, rows_for
 from ace_moe.kernels import decide, experts
 from ace_moe.kernels.activation import GELU_TANH, SILU, SWIGLU_OAI, Activation
 from ace_moe.kernels.attend import attend, attend_token, workspace
@@ -22,7 +23,6 @@ from ace_moe.kernels.gemv import gemv
 from ace_moe.kernels.routing import TopK
 from ace_moe.kernels.track import launch_track
 from ace_moe.rule import GAINS, Form
-from ace_moe.runtime.rows import PADDING, row_of, rows_for
 
 EXPERTS, HIDDEN, MIDDLE, TOP_K = 12, 160, 72, 3
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

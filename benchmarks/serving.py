@@ -29,11 +29,11 @@ import torch
 from running import engine_options, made_here, parser, store
 from together import generate
 
-from ace_moe.bench.shapes import QWEN3_30B
 from ace_moe.cli.serving import parse_kernels
-from ace_moe.integrations.vllm import engine_args, register
-from ace_moe.integrations.vllm.control import AceWorker, report, reset, set_threshold
-from ace_moe.planning.mapping import bisect
+from ace_moe.engines.vllm import engine_args, register
+from ace_moe.engines.vllm.control import AceWorker, report, reset, set_threshold
+from ace_moe.lab.bench.shapes import QWEN3_30B
+from ace_moe.mapping.fit import bisect
 
 register()  # also where the package is on the path without being installed: workers import this module
 TINY = {

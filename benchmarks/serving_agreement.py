@@ -30,9 +30,9 @@ from running import made_here, parser, store
 from serving_cases import PROMPTS, Reference, in_a_gap, reference
 
 from ace_moe import ACE, build_plan
-from ace_moe.integrations.vllm import engine_args
-from ace_moe.integrations.vllm.control import report, reset, set_threshold
-from ace_moe.loading import load_model, load_tokenizer
+from ace_moe.checkpoint.loading import load_model, load_tokenizer
+from ace_moe.engines.vllm import engine_args
+from ace_moe.engines.vllm.control import report, reset, set_threshold
 from ace_moe.plan import Plan
 
 WORDS = 24  # of a piece of text

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from ace_moe.evaluate.compare import cell_at, kl_of
-from ace_moe.statistics import Interval, relative_change
+from ace_moe.lab.compare.compare import cell_at, kl_of
+from ace_moe.scoring.statistics import Interval, relative_change
 
 Results = dict[str, Any]
 OFF = 0.005  # a realised ratio further from its budget than this is not compared

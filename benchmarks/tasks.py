@@ -19,11 +19,11 @@ from typing import Any
 from running import made_here, parser, store
 
 from ace_moe import build_plan
-from ace_moe.evaluate.tasks import TASKS, find_file, read_rows
-from ace_moe.loading import load_model, load_tokenizer, load_windows
-from ace_moe.planning import map_budgets
+from ace_moe.checkpoint.loading import load_model, load_tokenizer, load_windows
+from ace_moe.lab.tasks.tasks import TASKS, find_file, read_rows
+from ace_moe.mapping import map_budgets
 from ace_moe.policies import make
-from ace_moe.statistics import mean_difference, mean_interval
+from ace_moe.scoring.statistics import mean_difference, mean_interval
 
 NAMES = ("arc_easy", "piqa", "lambada")
 SKIP = 0.5
@@ -41,7 +41,7 @@ def of_lm_eval(options: argparse.Namespace, plan: Path) -> tuple[Any, Any, Calla
     """(their model's harness, ours, how one of them is asked)."""
     from lm_eval.models.huggingface import HFLM
 
-    from ace_moe.harnesses.lm_eval import AceLM, LmEval
+    from ace_moe.lab.harnesses.lm_eval import AceLM, LmEval
 
     where = {"device": "cpu", "batch_size": options.batch}
     stock, ours = HFLM(options.model, **where), AceLM(options.model, plan=str(plan), **where)
@@ -57,7 +57,7 @@ def of_lm_eval(options: argparse.Namespace, plan: Path) -> tuple[Any, Any, Calla
 def of_evalscope(options: argparse.Namespace, plan: Path) -> tuple[Any, Any, Callable[..., Answers]]:
     from evalscope.models.modelscope import ModelScopeAPI
 
-    from ace_moe.harnesses.evalscope import AceAPI, EvalScope
+    from ace_moe.lab.harnesses.evalscope import AceAPI, EvalScope
 
     where: dict[str, Any] = {"device_map": "cpu", "precision": "bfloat16"}
     stock, ours = ModelScopeAPI(options.model, **where), AceAPI(options.model, plan=str(plan), **where)

@@ -10,9 +10,9 @@ from pathlib import Path
 from running import made_here, parser, store
 
 from ace_moe import ACE, build_plan
-from ace_moe.loading import load_model, load_tokenizer, load_windows
-from ace_moe.planning import Passes
-from ace_moe.planning.mapping import correct, quantile_fits
+from ace_moe.checkpoint.loading import load_model, load_tokenizer, load_windows
+from ace_moe.mapping import Passes
+from ace_moe.mapping.fit import correct, quantile_fits
 from ace_moe.policies import make
 
 BUDGETS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6)

@@ -17,8 +17,8 @@ from running import made_here, parser, store
 from torch import Tensor
 
 from ace_moe import ACE, build_plan
+from ace_moe.checkpoint.loading import load_model, load_tokenizer, load_windows
 from ace_moe.decoding import Decoder
-from ace_moe.loading import load_model, load_tokenizer, load_windows
 from ace_moe.policies import make
 
 

@@ -19,12 +19,12 @@ from running import made_here, parser, store
 from torch import Tensor
 
 from ace_moe import ACE, build_plan
-from ace_moe.loading import load_model, load_tokenizer, load_windows
+from ace_moe.checkpoint.loading import load_model, load_tokenizer, load_windows
+from ace_moe.lab.traffic.reading import read
+from ace_moe.lab.traffic.simulate import Counted, Simulation
+from ace_moe.lab.traffic.timing import fit
 from ace_moe.policies import make
 from ace_moe.provenance import provenance
-from ace_moe.traces.reading import read
-from ace_moe.traces.simulate import Counted, Simulation
-from ace_moe.traces.timing import fit
 
 PROMPT, LENGTH, WINDOWS = 32, 96, 32
 BATCHES, SKIPS = (4, 16), (0.3, 0.6)

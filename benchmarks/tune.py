@@ -17,10 +17,10 @@ from collections.abc import Callable
 import torch
 from running import made_here, parser, store
 
-from ace_moe.bench.run import read_rate
 from ace_moe.kernels import experts
 from ace_moe.kernels.activation import SILU, Activation
 from ace_moe.kernels.config import Tiles
+from ace_moe.lab.bench.run import read_rate
 
 EXPERTS, HIDDEN, MIDDLE, TOP_K = 128, 2048, 768, 8
 # rows of an expert up to → heights of a tile and of its last one; then width, depth, warps and stages of a product

@@ -18,13 +18,14 @@ from typing import Any
 from running import parser, store
 
 from ace_moe import build_plan
+from ace_moe.checkpoint.loading import load_model
 from ace_moe.files import hashes
-from ace_moe.loading import load_model
-from ace_moe.planning import Tuned, text_for, tune
-from ace_moe.planning.candidates import BASELINE, key_of, label, scores
-from ace_moe.planning.evidence import Evidence, Part, logs_at
-from ace_moe.planning.trials import Trials
-from ace_moe.planning.unfinished import Journal
+from ace_moe.lab.tune import Tuned, tune
+from ace_moe.lab.tune.candidates import BASELINE, key_of, label, scores
+from ace_moe.lab.tune.evidence import Evidence, Part, logs_at
+from ace_moe.lab.tune.trials import Trials
+from ace_moe.mapping import text_for
+from ace_moe.mapping.unfinished import Journal
 from ace_moe.policies import PRESETS, Ace, TokenPolicy, make
 from ace_moe.provenance import provenance
 

@@ -15,8 +15,8 @@ import torch
 from running import made_here, parser, store
 from torch import Tensor
 
-from ace_moe.bench.routers import uniform_union
-from ace_moe.loading import load_model, load_tokenizer, load_windows
+from ace_moe.checkpoint.loading import load_model, load_tokenizer, load_windows
+from ace_moe.lab.bench.routers import uniform_union
 from ace_moe.policies.calibration import sites, watch
 
 BATCHES = (1, 4, 16, 64)

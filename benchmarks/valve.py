@@ -24,8 +24,8 @@ os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 import torch
 from running import engine_options, made_here, parser, store
 
-from ace_moe.integrations.vllm import engine_args
-from ace_moe.integrations.vllm.control import report, reset, set_skip
+from ace_moe.engines.vllm import engine_args
+from ace_moe.engines.vllm.control import report, reset, set_skip
 from serving import QWEN3_30B, TINY, start, write_model, write_plan
 
 LOW, HIGH, PROMPT = 0.3, 0.7, 64
@@ -74,7 +74,7 @@ def thresholds(sizes: dict[str, Any]) -> dict[float, float]:
 
 def held(load: Load, valve: Any, options: argparse.Namespace) -> list[dict[str, Any]]:
     """Few, many, few again, in windows of the valve's length."""
-    from ace_moe.integrations.vllm.valve import WINDOW
+    from ace_moe.engines.vllm.valve import WINDOW
 
     rows: list[dict[str, Any]] = []
     many = options.windows * WINDOW

@@ -18,8 +18,8 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 import ace_moe
+from ace_moe.checkpoint.loading import load_model, load_tokenizer, load_windows
 from ace_moe.demo import MODEL, TEXT
-from ace_moe.loading import load_model, load_tokenizer, load_windows
 from ace_moe.plan import Plan
 from ace_moe.text import Windows
 from interpreted import plain_masks

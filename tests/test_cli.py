@@ -20,8 +20,8 @@ from ace_moe import ACE
 from ace_moe.cli import show
 from ace_moe.cli.show_written import print_pair
 from ace_moe.demo import MODEL, TEXT
+from ace_moe.mapping import own_text
 from ace_moe.plan import Plan
-from ace_moe.planning import own_text
 from ace_moe.writing import Pair, Written
 from command import COMMANDS, run_ace
 

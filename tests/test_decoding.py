@@ -12,12 +12,12 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 
 import zoo
 from ace_moe import ACE, build_plan
-from ace_moe.bench.latency import WHOLE
+from ace_moe.checkpoint.loading import load_model
 from ace_moe.decoding import Decoder, attention, static
 from ace_moe.decoding.layerwise import build_of, compiled_layers, decoder_layers
+from ace_moe.engines.transformers import attached_to
 from ace_moe.errors import IntegrationError, OptionError
-from ace_moe.integrations.transformers import attached_to
-from ace_moe.loading import load_model
+from ace_moe.lab.bench.latency import WHOLE
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ import typer.main
 
 from ace_moe import cli
 from ace_moe.demo import MODEL, TEXT
-from ace_moe.planning import own_text
+from ace_moe.mapping import own_text
 from command import run_ace
 
 ROOT = Path(__file__).parents[1]

@@ -9,12 +9,11 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from ace_moe import fidelity
-from ace_moe.evaluate.subject import Recorder, Subject, dense_pass
-from ace_moe.fidelity import Fidelity, Reference, compare
+from ace_moe.lab.compare.subject import Recorder, Subject, dense_pass
 from ace_moe.plan import Plan
 from ace_moe.policies import make
-from ace_moe.scoring import score
+from ace_moe.scoring.fidelity import Fidelity, Reference, compare
+from ace_moe.scoring.predictions import fidelity, score
 from ace_moe.text import Windows
 
 

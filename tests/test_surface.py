@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from ace_moe import ACE, AceError, build_plan
+from ace_moe.checkpoint.loading import load_model, load_tokenizer
 from ace_moe.demo import MODEL, TEXT
 from ace_moe.errors import TextError
-from ace_moe.loading import load_model, load_tokenizer
 from ace_moe.text import Text
 
 IDS = torch.arange(5, 37)[None]

@@ -15,14 +15,14 @@ import torch
 from transformers import PreTrainedModel
 
 from ace_moe.checkpoint import MoEModel, resolve
+from ace_moe.checkpoint.loading import load_model, share_cores
 from ace_moe.checkpoint.model import called
 from ace_moe.cli import show_results
 from ace_moe.decoding import Decoder
 from ace_moe.demo import MODEL
 from ace_moe.errors import CheckpointError, IntegrationError, OptionError, TaskError, TextError
-from ace_moe.evaluate.tasks import TASKS, read_rows
-from ace_moe.harnesses.base import folder_without_code
-from ace_moe.loading import load_model, share_cores
+from ace_moe.lab.harnesses.base import folder_without_code
+from ace_moe.lab.tasks.tasks import TASKS, read_rows
 from ace_moe.text import read_text
 from command import run_ace
 
@@ -75,7 +75,7 @@ def test_threads_are_the_cores_that_are_free(
     used = [8]
     monkeypatch.setattr(torch, "get_num_threads", lambda: used[-1])
     monkeypatch.setattr(torch, "set_num_threads", used.append)
-    monkeypatch.setattr("ace_moe.loading.cores", lambda: cores)
+    monkeypatch.setattr("ace_moe.checkpoint.loading.cores", lambda: cores)
     monkeypatch.setattr(os, "getloadavg", lambda: (load, load, load))
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     if threads < 8:
@@ -100,7 +100,7 @@ def test_an_offline_hub_is_named_as_the_reason(monkeypatch: pytest.MonkeyPatch, 
 def test_task_harnesses_share_the_cores_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """They load the model by themselves, past `load_model`; a harness that is none ends the command behind it."""
     asked: list[bool] = []
-    monkeypatch.setattr("ace_moe.loading.share_cores", lambda: asked.append(True))
+    monkeypatch.setattr("ace_moe.checkpoint.loading.share_cores", lambda: asked.append(True))
     asks = ("eval", MODEL, "-p", "plan.safetensors", "--tasks", "arc_easy", "--device", "cpu", "--harness", "none")
     assert run_ace(*asks).code == 1
     assert asked == [True]

@@ -31,7 +31,7 @@ Everything here is imported from `ace_moe`, which costs nothing until a name is 
 
 ::: ace_moe.decoding.decoder.Decoder
 
-::: ace_moe.integrations.vllm.engine_args
+::: ace_moe.engines.vllm.engine_args
 
 ::: ace_moe.errors
     options:

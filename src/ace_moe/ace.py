@@ -13,19 +13,19 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from .checkpoint import MoEModel
+from .decider import Runtime, merge
+from .decider.rows import BUDGETS, Budget
+from .decider.settings import Skip, alignment, by_phase, check_budget, check_tables, check_threshold, plain, policy_for
+from .decider.tracking import Control, check_control, look_up
+from .engines.transformers import Attachment, base_of
+from .engines.transformers.attachment import CHANGING
+from .engines.transformers.experts import CHOICES, Choice
+from .engines.transformers.models import attachments_in
 from .errors import BudgetError, IntegrationError, OptionError, PlanError, PolicyError
-from .integrations.transformers import Attachment, base_of
-from .integrations.transformers.attachment import CHANGING
-from .integrations.transformers.experts import CHOICES, Choice
-from .integrations.transformers.models import attachments_in
+from .mapping import map_budgets, text_for
 from .plan import Plan
-from .planning import map_budgets, text_for
 from .policies import AUTO, Policy
 from .progress import told
-from .runtime import Runtime, merge
-from .runtime.rows import BUDGETS, Budget
-from .runtime.settings import Skip, alignment, by_phase, check_budget, check_tables, check_threshold, plain, policy_for
-from .runtime.tracking import Control, check_control, look_up
 from .sharing import load_plan
 from .tables import TABLES
 from .tables.build import add_tables, build_plan

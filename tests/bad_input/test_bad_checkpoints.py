@@ -13,7 +13,7 @@ from bad_input_cases import Damage, Refuse, Tensors, budget_arguments, edit_conf
 from safetensors.torch import load_file, save_file
 
 from ace_moe.errors import ModelError
-from ace_moe.planning.mapping import Histogram
+from ace_moe.mapping.fit import Histogram
 
 
 def shard_of(folder: Path, tensor: str) -> Path:

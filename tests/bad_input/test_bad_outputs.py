@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 from bad_input_cases import Refuse, budget_arguments, paragraph, snapshot
 
-from ace_moe import Plan, loading
-from ace_moe.planning import Passes
+from ace_moe import Plan
+from ace_moe.checkpoint import loading
+from ace_moe.mapping import Passes
 from command import run_ace, start_ace
 
 
@@ -34,7 +35,7 @@ def test_read_only_folder(
     access = os.access
     monkeypatch.setattr(os, "access", lambda path, mode, **more: mode != os.W_OK and access(path, mode, **more))
     monkeypatch.setattr("ace_moe.checkpoint.MoEModel.open", lambda *_: pytest.fail("the checkpoint was opened"))
-    monkeypatch.setattr("ace_moe.loading.load_model", lambda *_: pytest.fail("the model was loaded"))
+    monkeypatch.setattr("ace_moe.checkpoint.loading.load_model", lambda *_: pytest.fail("the model was loaded"))
     says = ("no permission", "Choose another place")
     refuse("tables", single, "-o", plan, says=says)
     refuse(*budget_arguments(single, plan, text), says=says)

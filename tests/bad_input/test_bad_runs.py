@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from ace_moe import cli
 from ace_moe.cli.serving import parse_kernels, refuse_flags, take_additional
 from ace_moe.errors import ModelError, OptionError
-from ace_moe.scoring import Score
+from ace_moe.scoring.predictions import Score
 from command import run_ace
 
 SMALL = ("--tokens", 128, "--window", 64, "--device", "cpu")
@@ -129,8 +129,8 @@ def test_entries_that_mean_nothing(change: dict[str, Any], said: str, single: Pa
 def test_router_changed_in_memory(single: Path, plan: Path) -> None:
     """A token then has other slots than the plan was made for."""
     from ace_moe import ACE
+    from ace_moe.checkpoint.loading import load_model
     from ace_moe.errors import PlanError
-    from ace_moe.loading import load_model
 
     model = load_model(single, "cpu")
     for layer in model.model.layers:

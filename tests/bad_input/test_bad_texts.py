@@ -10,9 +10,9 @@ import torch
 from bad_input_cases import Damage, Refuse, budget_arguments, run_arguments, save_tokenizer
 from tokenizers import normalizers
 
+from ace_moe.checkpoint.loading import load_tokenizer
 from ace_moe.demo import MODEL as DEMO
 from ace_moe.errors import OptionError
-from ace_moe.loading import load_tokenizer
 from ace_moe.plan import Workload
 from ace_moe.text import Windows, cut, read_text
 

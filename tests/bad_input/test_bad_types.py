@@ -9,8 +9,8 @@ import pytest
 from torch import nn
 
 from ace_moe import ACE, Plan, build_plan
+from ace_moe.checkpoint.loading import load_model, load_tokenizer
 from ace_moe.errors import BudgetError, CheckpointError, IntegrationError, OptionError, PlanError, TextError
-from ace_moe.loading import load_model, load_tokenizer
 from ace_moe.policies import make
 from ace_moe.text import read_text
 

@@ -12,8 +12,8 @@ import pytest
 from bad_input_cases import Refuse, edit_config, paragraph, run_arguments, snapshot
 
 from ace_moe.checkpoint import resolve
+from ace_moe.checkpoint.loading import load_model, load_tokenizer
 from ace_moe.errors import CheckpointError, TextError
-from ace_moe.loading import load_model, load_tokenizer
 from command import run_ace, start_ace
 
 CODE = """

@@ -10,8 +10,8 @@ import torch
 from bad_input_cases import LAYERS, TOP_K, Refuse, budget_arguments, run_arguments, save_moe
 
 from ace_moe import ACE, AceError, Plan
+from ace_moe.checkpoint.loading import load_model
 from ace_moe.errors import IntegrationError, PlanError, StructureError
-from ace_moe.loading import load_model
 from command import run_ace
 
 

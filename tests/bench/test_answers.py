@@ -13,9 +13,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent.parent / "benchmarks"))
 import answers
 import answers_page
 
+from ace_moe.checkpoint.loading import load_model, load_tokenizer
 from ace_moe.demo import MODEL
-from ace_moe.evaluate.tasks import TASKS
-from ace_moe.loading import load_model, load_tokenizer
+from ace_moe.lab.tasks.tasks import TASKS
 
 
 def test_likelihoods_do_not_depend_on_the_batch() -> None:

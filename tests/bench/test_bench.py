@@ -10,16 +10,16 @@ from typer.testing import CliRunner
 
 import zoo
 from ace_moe import ACE, build_plan
-from ace_moe.bench import latency, memory, run, shapes
-from ace_moe.bench.run import Bench, result
-from ace_moe.bench.tokens import random_tokens
+from ace_moe.checkpoint.loading import load_model, load_tokenizer
 from ace_moe.cli import app
 from ace_moe.cli.bench_table import chart, latency_table
 from ace_moe.demo import MODEL, TEXT
+from ace_moe.engines.transformers import attached_to
 from ace_moe.errors import AceError, DeviceError, OptionError, StructureError
-from ace_moe.integrations.transformers import attached_to
-from ace_moe.loading import load_model, load_tokenizer
-from ace_moe.planning import map_budgets
+from ace_moe.lab.bench import latency, memory, run, shapes
+from ace_moe.lab.bench.run import Bench, result
+from ace_moe.lab.bench.tokens import random_tokens
+from ace_moe.mapping import map_budgets
 from ace_moe.provenance import FIELDS
 from ace_moe.text import cut
 

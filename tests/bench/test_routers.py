@@ -6,8 +6,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ace_moe import ACE, build_plan
-from ace_moe.bench import shapes
-from ace_moe.bench.routers import (
+from ace_moe.errors import OptionError
+from ace_moe.lab.bench import shapes
+from ace_moe.lab.bench.routers import (
     FLAT,
     KINDS,
     SHARES,
@@ -19,9 +20,8 @@ from ace_moe.bench.routers import (
     target_shares,
     uniform_union,
 )
-from ace_moe.bench.routing import observe
-from ace_moe.bench.tokens import random_tokens
-from ace_moe.errors import OptionError
+from ace_moe.lab.bench.routing import observe
+from ace_moe.lab.bench.tokens import random_tokens
 
 FRESH = range(100, 108)  # seeds that no fit has seen
 

@@ -19,8 +19,8 @@ from transformers.integrations import moe
 import zoo
 from ace_moe import ACE, build_plan
 from ace_moe.checkpoint import MoEModel
+from ace_moe.checkpoint.loading import load_model
 from ace_moe.errors import StructureError
-from ace_moe.loading import load_model
 
 TABLES = 1e-5  # relative
 

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from ace_moe import build_plan
 from ace_moe.checkpoint import MoELayer, MoEModel
+from ace_moe.checkpoint.loading import load_model
 from ace_moe.errors import CheckpointError
-from ace_moe.loading import load_model
 
 HERE = Path(__file__).parents[1] / "data" / "formats"
 FOLDERS = sorted(

@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ace_moe import ACE, build_plan
 from ace_moe.checkpoint import MoEModel
+from ace_moe.checkpoint.loading import load_model
 from ace_moe.errors import CheckpointError
-from ace_moe.loading import load_model
 
 
 def as_on_a_gpu(folder: Path) -> PreTrainedModel:

@@ -16,11 +16,11 @@ from transformers import PreTrainedModel
 
 from ace_moe.demo import MODEL, TEXT
 from ace_moe.errors import OptionError, OutputError, PolicyError, ResultError
-from ace_moe.evaluate.compare import against, compare, score_of
-from ace_moe.evaluate.grid import FIRST, Grid, first_methods, parse_gains, parse_method, parse_methods, written
-from ace_moe.evaluate.store import open_results, read_json, write_json
-from ace_moe.evaluate.subject import Subject
 from ace_moe.files import file_hash
+from ace_moe.lab.compare.compare import against, compare, score_of
+from ace_moe.lab.compare.grid import FIRST, Grid, first_methods, parse_gains, parse_method, parse_methods, written
+from ace_moe.lab.compare.store import open_results, read_json, write_json
+from ace_moe.lab.compare.subject import Subject
 from ace_moe.plan import Plan
 from ace_moe.policies import POLICIES, make
 from ace_moe.provenance import provenance

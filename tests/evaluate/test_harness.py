@@ -14,7 +14,7 @@ import pytest
 
 from ace_moe.demo import MODEL, TEXT
 from ace_moe.errors import PlanError
-from ace_moe.evaluate.tasks import TASKS, read_rows
+from ace_moe.lab.tasks.tasks import TASKS, read_rows
 from command import ACE, run_ace
 
 pytestmark = pytest.mark.slow
@@ -62,7 +62,7 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def ours(plan: Path) -> Any:
-    from ace_moe.harnesses.lm_eval import AceLM
+    from ace_moe.lab.harnesses.lm_eval import AceLM
 
     return AceLM(str(MODEL), plan=str(plan), device="cpu")
 
@@ -73,7 +73,7 @@ def test_lm_eval_at_threshold_0_is_its_own_model(ours: Any, data: Path, name: st
     """Scores and every log-likelihood; then 50 %, where something changes."""
     from lm_eval.models.huggingface import HFLM
 
-    from ace_moe.harnesses.lm_eval import LmEval
+    from ace_moe.lab.harnesses.lm_eval import LmEval
 
     rows = read_rows(TASKS[name], data / f"{name}.jsonl")
     ours.ace.set_skip(0.0)
@@ -92,7 +92,7 @@ def test_lm_eval_at_threshold_0_is_its_own_model(ours: Any, data: Path, name: st
 
 @needs_lm_eval
 def test_lm_eval_generates_and_judges(ours: Any, data: Path) -> None:
-    from ace_moe.harnesses.lm_eval import LmEval
+    from ace_moe.lab.harnesses.lm_eval import LmEval
 
     rows = read_rows(TASKS["gsm8k"], data / "gsm8k.jsonl")
     metric, values = LmEval(ours, cap=8).ask("gsm8k", rows, None)
@@ -101,7 +101,7 @@ def test_lm_eval_generates_and_judges(ours: Any, data: Path) -> None:
 
 @needs_lm_eval
 def test_a_wrong_plan_is_refused_before_the_model_is_loaded(tmp_path: Path) -> None:
-    from ace_moe.harnesses.lm_eval import AceLM
+    from ace_moe.lab.harnesses.lm_eval import AceLM
 
     with pytest.raises(PlanError, match="no plan"):
         AceLM("no-such-model", plan=str(tmp_path / "plan.safetensors"))
@@ -159,7 +159,7 @@ def test_evalscope_at_threshold_0_is_its_own_model(plan: Path, data: Path, name:
     """Scores and generated texts; then 50 %."""
     from evalscope.models.modelscope import ModelScopeAPI
 
-    from ace_moe.harnesses.evalscope import AceAPI, EvalScope
+    from ace_moe.lab.harnesses.evalscope import AceAPI, EvalScope
 
     rows = read_rows(TASKS[name], data / f"{name}.jsonl")
     where = {"device_map": "cpu", "precision": "bfloat16"}
@@ -181,7 +181,7 @@ def test_evalscope_knows_the_model_by_name(plan: Path, tmp_path: Path, data: Pat
     rows = [{"question": r["query"], "A": "x", "B": "y", "answer": "A"} for r in questions()["arc_easy"][:2]]
     (tmp_path / "q" / "default_val.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
     code = f"""
-import ace_moe.harnesses.evalscope
+import ace_moe.lab.harnesses.evalscope
 from evalscope import TaskConfig, run_task
 run_task(TaskConfig(
     model={str(MODEL)!r}, eval_type="ace", datasets=["general_mcq"], work_dir={str(tmp_path / "out")!r},
@@ -213,7 +213,7 @@ def test_simple_evaluate_by_name(plan: Path, data: Path) -> None:
     """As lm-eval's users write it in Python; on a machine without a GPU nobody asks for one."""
     from lm_eval import simple_evaluate
 
-    from ace_moe.harnesses.lm_eval import local_task
+    from ace_moe.lab.harnesses.lm_eval import local_task
 
     rows = read_rows(TASKS["piqa"], data / "piqa.jsonl")
     arguments = {"pretrained": str(MODEL), "plan": str(plan), "skip": 0.5}

@@ -9,11 +9,11 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from ace_moe.checkpoint.loading import load_tokenizer
 from ace_moe.demo import MODEL, TEXT
 from ace_moe.errors import TextError
-from ace_moe.evaluate.perplexity import PROTOCOLS, beginning, long_rows, measure, pieces
-from ace_moe.loading import load_tokenizer
-from ace_moe.scoring import Score, score
+from ace_moe.lab.compare.perplexity import PROTOCOLS, beginning, long_rows, measure, pieces
+from ace_moe.scoring.predictions import Score, score
 from ace_moe.text import Windows
 
 STANDARD, RELEASED = PROTOCOLS["standard"], PROTOCOLS["released"]

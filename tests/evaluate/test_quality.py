@@ -11,7 +11,7 @@ from unittest.mock import patch
 import pytest
 
 from ace_moe.demo import MODEL, TEXT
-from ace_moe.evaluate import quality
+from ace_moe.lab.compare import quality
 from ace_moe.plan import Plan
 from command import run_ace
 

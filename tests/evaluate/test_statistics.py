@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from ace_moe.errors import ResultError
-from ace_moe.scoring import Score
-from ace_moe.statistics import (
+from ace_moe.scoring.predictions import Score
+from ace_moe.scoring.statistics import (
     draws,
     expanded_tail,
     mean_difference,

@@ -10,12 +10,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ace_moe import ACE
-from ace_moe.evaluate.subject import Recorder, Subject, by_quantile, dense_pass, identity_of
+from ace_moe.lab.compare.subject import Recorder, Subject, by_quantile, dense_pass, identity_of
+from ace_moe.mapping import Passes, fit_budgets
+from ace_moe.mapping.passes import attached
 from ace_moe.plan import Plan
-from ace_moe.planning import Passes, fit_budgets
-from ace_moe.planning.passes import attached
 from ace_moe.policies import Routing, Share, make
-from ace_moe.scoring import score
+from ace_moe.scoring.predictions import score
 from ace_moe.text import Windows
 
 EDGE = 100 / 1024  # of a bin of the histogram: there its ratio is exact

@@ -10,14 +10,14 @@ import pytest
 from transformers import PreTrainedModel
 
 from ace_moe import ACE
+from ace_moe.checkpoint.loading import load_tokenizer, load_windows
 from ace_moe.demo import MODEL, TEXT
 from ace_moe.errors import OptionError, PolicyError, ResultError
-from ace_moe.evaluate import thresholds
-from ace_moe.evaluate.subject import Subject
-from ace_moe.evaluate.thresholds import Study, study
-from ace_moe.loading import load_tokenizer, load_windows
+from ace_moe.lab.compare import thresholds
+from ace_moe.lab.compare.subject import Subject
+from ace_moe.lab.compare.thresholds import Study, study
+from ace_moe.mapping import Passes
 from ace_moe.plan import Plan
-from ace_moe.planning import Passes
 from ace_moe.policies import make
 from ace_moe.text import Windows
 from command import run_ace

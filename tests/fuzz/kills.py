@@ -28,7 +28,7 @@ import torch  # noqa: E402
 
 from ace_moe import Plan, cli  # noqa: E402
 from ace_moe.demo import MODEL, TEXT  # noqa: E402
-from ace_moe.report.page import is_page  # noqa: E402
+from ace_moe.lab.report.page import is_page  # noqa: E402
 
 torch.set_num_threads(1)  # a process with threads cannot be forked safely
 SMALL = ("--tokens", "64", "--window", "32", "--device", "cpu", "--budgets", "0.5")

@@ -22,9 +22,9 @@ from ace_moe.checkpoint.source import CheckpointSource
 from ace_moe.cli import show
 from ace_moe.cli.common import parse_budgets
 from ace_moe.cli.serving import parse_kernels, refuse_flags, take_additional
-from ace_moe.evaluate.grid import parse_gains, parse_methods
-from ace_moe.integrations.vllm.http import AceMiddleware
-from ace_moe.report.page import write_page
+from ace_moe.engines.vllm.http import AceMiddleware
+from ace_moe.lab.compare.grid import parse_gains, parse_methods
+from ace_moe.lab.report.page import write_page
 
 Target = Callable[[bytes], None]
 SIZES = {"vocab_size": 32, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}

@@ -21,9 +21,9 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 import torch
 
 from ace_moe import ACE, build_plan
+from ace_moe.checkpoint.loading import load_model
 from ace_moe.demo import MODEL
 from ace_moe.errors import IntegrationError
-from ace_moe.loading import load_model
 
 TAUS, PROMPT, NEW, SLOTS = (0.0, 0.1, 0.15), 5, 3, 6 * 8  # layers × k
 

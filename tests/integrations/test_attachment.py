@@ -17,11 +17,11 @@ from transformers import AutoConfig, PreTrainedModel, Qwen3MoeForCausalLM, Qwen3
 import ace_moe
 import zoo
 from ace_moe import ACE, build_plan
+from ace_moe.checkpoint.loading import load_model
+from ace_moe.decider import Layer
 from ace_moe.demo import MODEL
 from ace_moe.errors import IntegrationError
-from ace_moe.loading import load_model
 from ace_moe.plan import Plan
-from ace_moe.runtime import Layer
 
 TAU = 0.13
 

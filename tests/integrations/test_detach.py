@@ -12,9 +12,9 @@ from transformers import PreTrainedModel
 import ace_moe
 import zoo
 from ace_moe import ACE
+from ace_moe.checkpoint.loading import load_model
 from ace_moe.demo import MODEL
 from ace_moe.errors import IntegrationError
-from ace_moe.loading import load_model
 from ace_moe.plan import Plan
 
 

@@ -9,12 +9,12 @@ from transformers.integrations import moe
 import zoo
 from ace_moe import ACE, AceError, build_plan
 from ace_moe.checkpoint import Site
+from ace_moe.decider import Runtime
+from ace_moe.engines.transformers import Attachment
 from ace_moe.errors import IntegrationError, StructureError
-from ace_moe.integrations.transformers import Attachment
 from ace_moe.plan import Plan
 from ace_moe.plan.fingerprint import Fingerprint, Routers
 from ace_moe.policies import make
-from ace_moe.runtime import Runtime
 
 OUTSIDE = "its experts are outside transformers' registry"
 

@@ -8,10 +8,10 @@ import torch
 import zoo
 from ace_moe import ACE, build_plan
 from ace_moe.decoding import Decoder
+from ace_moe.engines.transformers import host
+from ace_moe.engines.transformers.experts import HOST
+from ace_moe.engines.transformers.host import hosted, keep_near, place_experts, settle
 from ace_moe.errors import IntegrationError, OptionError
-from ace_moe.integrations.transformers import host
-from ace_moe.integrations.transformers.experts import HOST
-from ace_moe.integrations.transformers.host import hosted, keep_near, place_experts, settle
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

@@ -5,7 +5,7 @@ import torch
 
 from ace_moe import ACE
 from ace_moe.errors import BudgetError, IntegrationError, PolicyError
-from ace_moe.planning import map_budgets
+from ace_moe.mapping import map_budgets
 from ace_moe.policies import make
 
 BUDGETS = [0.2, 0.5, {"prefill": 0.0, "decode": 0.5}]

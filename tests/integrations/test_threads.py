@@ -15,10 +15,10 @@ from transformers import PreTrainedModel
 import zoo
 from ace_moe import ACE
 from ace_moe.checkpoint import MoEModel
+from ace_moe.checkpoint.loading import load_model
 from ace_moe.demo import MODEL
+from ace_moe.engines.transformers import attachment, turns
 from ace_moe.errors import IntegrationError
-from ace_moe.integrations.transformers import attachment, turns
-from ace_moe.loading import load_model
 from ace_moe.plan import Plan
 
 

@@ -11,8 +11,8 @@ import torch
 from transformers import PreTrainedModel
 
 from ace_moe import ACE
+from ace_moe.checkpoint.loading import load_model
 from ace_moe.demo import MODEL
-from ace_moe.loading import load_model
 from ace_moe.plan import Plan
 
 Loss = Callable[[torch.Tensor], torch.Tensor]

@@ -10,7 +10,7 @@ from transformers.integrations.moe import ExpertsInterface
 import zoo
 from ace_moe import ACE, build_plan
 from ace_moe.errors import BudgetError, IntegrationError, PlanError
-from ace_moe.planning import map_budgets
+from ace_moe.mapping import map_budgets
 from ace_moe.policies import make
 
 
@@ -47,7 +47,7 @@ def test_detach_restores_the_model_also_after_an_exception(demo_model, plan, imp
 
 def test_a_failed_attach_leaves_nothing_behind(demo_model, plan, monkeypatch):
     before = state_of(demo_model)
-    monkeypatch.setattr("ace_moe.integrations.transformers.attachment.listen", lambda: 1 / 0)  # the last step but one
+    monkeypatch.setattr("ace_moe.engines.transformers.attachment.listen", lambda: 1 / 0)  # the last step but one
     with pytest.raises(ZeroDivisionError):
         ACE(plan).attach(demo_model)
     assert state_of(demo_model) == before

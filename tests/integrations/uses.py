@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ace_moe import ACE
+from ace_moe.checkpoint.loading import load_model
 from ace_moe.demo import MODEL
 from ace_moe.errors import IntegrationError
-from ace_moe.loading import load_model
 from ace_moe.plan import Plan
 
 SAME = "as without a plan"

@@ -7,16 +7,16 @@ from kernel_cases import DEVICE
 import zoo
 from ace_moe import ACE, build_plan
 from ace_moe.checkpoint import MoEModel
+from ace_moe.decider import Layer, row_of
+from ace_moe.decider.rows import Same
+from ace_moe.decider.state import State
+from ace_moe.engines.transformers.experts import Kernels, choose_executor, kernels_for
 from ace_moe.errors import IntegrationError
-from ace_moe.integrations.transformers.experts import Kernels, choose_executor, kernels_for
 from ace_moe.kernels import foreign, usable
 from ace_moe.kernels.activation import GELU_TANH, RELU_SQUARED, SILU, SWIGLU_OAI, recognise
 from ace_moe.kernels.launch import hopper
 from ace_moe.kernels.routing import TopK, reference
 from ace_moe.policies import POLICIES, make
-from ace_moe.runtime import Layer, row_of
-from ace_moe.runtime.rows import Same
-from ace_moe.runtime.state import State
 
 EXPERTS, BUDGETS = 12, 2
 WRITTEN = [name for name in sorted(POLICIES) if make(name).kernel_rule() is not None]

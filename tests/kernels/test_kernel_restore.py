@@ -8,8 +8,8 @@ from kernel_cases import DEVICE, by_rule, counted, factor, framed, text
 from plain_rule import FORMS, Setting
 
 from ace_moe import rule
+from ace_moe.decider.rows import PADDING, row_of, rows_for
 from ace_moe.kernels import decide
-from ace_moe.runtime.rows import PADDING, row_of, rows_for
 
 ROWS = rows_for(2)
 KINDS = [PADDING, row_of("prefill"), row_of("decode"), row_of("verify"), row_of("decode", 1)]

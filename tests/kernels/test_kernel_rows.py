@@ -5,8 +5,8 @@ import torch
 from kernel_cases import DEVICE, by_rule, counted, framed, launch_rule, text
 from plain_rule import FORMS, Setting
 
+from ace_moe.decider.rows import PADDING, row_of, rows_for
 from ace_moe.kernels import decide
-from ace_moe.runtime.rows import PADDING, row_of, rows_for
 
 EXPERTS, K = 12, 6
 KINDS = [PADDING, row_of("prefill"), row_of("decode"), row_of("verify"), row_of("prefill", 3), row_of("decode", 3)]

@@ -16,9 +16,9 @@ from transformers import PreTrainedModel
 import zoo
 from ace_moe import ACE, build_plan
 from ace_moe.checkpoint import MoEModel
+from ace_moe.checkpoint.loading import load_model
 from ace_moe.demo import MODEL
 from ace_moe.errors import CheckpointError, PlanError
-from ace_moe.loading import load_model
 from ace_moe.plan import Fingerprint, Plan, Routers, Sample
 
 

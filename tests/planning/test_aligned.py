@@ -12,15 +12,15 @@ from torch import Tensor
 
 import zoo
 from ace_moe import ACE, build_plan, rule
+from ace_moe.engines.vllm.settings import check_policy
 from ace_moe.errors import BudgetError, IntegrationError, PolicyError
-from ace_moe.evaluate.compare import compare
-from ace_moe.evaluate.grid import Grid, parse_gains
-from ace_moe.evaluate.subject import Subject, facts
-from ace_moe.integrations.vllm.settings import check_policy
+from ace_moe.lab.compare.compare import compare
+from ace_moe.lab.compare.grid import Grid, parse_gains
+from ace_moe.lab.compare.subject import Subject, facts
+from ace_moe.mapping import map_budgets
+from ace_moe.mapping.aligned import statistics
+from ace_moe.mapping.passes import attached, read_through
 from ace_moe.plan import Plan
-from ace_moe.planning import map_budgets
-from ace_moe.planning.aligned import statistics
-from ace_moe.planning.passes import attached, read_through
 from ace_moe.policies import make
 from ace_moe.text import Windows, windows_of
 

@@ -5,8 +5,8 @@ import torch
 
 from ace_moe import ACE
 from ace_moe.errors import BudgetError
-from ace_moe.planning import bounds, least_reading, map_budgets, most_within
-from ace_moe.planning.passes import judge
+from ace_moe.mapping import bounds, least_reading, map_budgets, most_within
+from ace_moe.mapping.passes import judge
 from ace_moe.policies import make
 from ace_moe.text import windows_of
 

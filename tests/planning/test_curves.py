@@ -13,11 +13,11 @@ from transformers import PreTrainedModel
 
 from ace_moe import ACE
 from ace_moe.errors import BudgetError
+from ace_moe.mapping import Passes, map_budgets, prepare
+from ace_moe.mapping.curves import curve_of, points
+from ace_moe.mapping.fit import BINS, Histogram
+from ace_moe.mapping.passes import attached, observe, read_through
 from ace_moe.plan import Plan
-from ace_moe.planning import Passes, map_budgets, prepare
-from ace_moe.planning.curves import curve_of, points
-from ace_moe.planning.mapping import BINS, Histogram
-from ace_moe.planning.passes import attached, observe, read_through
 from ace_moe.policies import PRESETS, Policy, make
 from ace_moe.text import Windows, windows_of
 

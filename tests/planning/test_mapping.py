@@ -6,11 +6,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ace_moe import ACE
+from ace_moe.decider.settings import check_budget
 from ace_moe.errors import BudgetError
-from ace_moe.planning import Passes, fit_budgets
-from ace_moe.planning.mapping import BINS, Fit, Histogram, correct, quantile_fits, search
+from ace_moe.mapping import Passes, fit_budgets
+from ace_moe.mapping.fit import BINS, Fit, Histogram, correct, quantile_fits, search
 from ace_moe.policies import make
-from ace_moe.runtime.settings import check_budget
 
 BUDGETS = [0.1, 0.2, 0.3, 0.4, 0.5, 0.6]
 

@@ -14,15 +14,15 @@ from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
 from ace_moe import ACE
+from ace_moe.checkpoint.loading import load_tokenizer
 from ace_moe.cli.serving import find_plan
 from ace_moe.demo import MODEL, TEXT
+from ace_moe.engines.vllm.settings import Settings
 from ace_moe.errors import BudgetError, TextError
-from ace_moe.integrations.vllm.settings import Settings
-from ace_moe.loading import load_tokenizer
+from ace_moe.mapping import own_windows, text_for
+from ace_moe.mapping.own_text import LONGEST_TURN, Turns, Writer, first_token
 from ace_moe.plan import OWN as NAME
 from ace_moe.plan import Plan
-from ace_moe.planning import own_windows, text_for
-from ace_moe.planning.own_text import LONGEST_TURN, Turns, Writer, first_token
 from command import run_ace
 
 CHAT = (
@@ -119,7 +119,7 @@ def shorter(monkeypatch: pytest.MonkeyPatch) -> None:
     """Samples that are written in a second."""
     stock = own_windows
     monkeypatch.setattr(
-        "ace_moe.planning.own_text.own_windows", lambda model, tokenizer: stock(model, tokenizer, samples=4, length=16)
+        "ace_moe.mapping.own_text.own_windows", lambda model, tokenizer: stock(model, tokenizer, samples=4, length=16)
     )
 
 

@@ -11,10 +11,10 @@ from transformers import PreTrainedModel
 from ace_moe import ACE, plan, progress
 from ace_moe.demo import MODEL, TEXT
 from ace_moe.errors import BudgetError
-from ace_moe.evaluate.subject import Recorder, Subject
+from ace_moe.lab.compare.subject import Recorder, Subject
+from ace_moe.mapping import Passes, map_budgets
+from ace_moe.mapping.unfinished import Partial
 from ace_moe.plan import Plan
-from ace_moe.planning import Passes, map_budgets
-from ace_moe.planning.unfinished import Partial
 from ace_moe.policies import PRESETS, make
 from ace_moe.text import Windows
 from command import run_ace

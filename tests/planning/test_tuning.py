@@ -18,18 +18,18 @@ from hypothesis import strategies as st
 
 import zoo
 from ace_moe import ACE, build_plan
+from ace_moe.decider.settings import policy_for
 from ace_moe.demo import MODEL, TEXT
+from ace_moe.engines.vllm.settings import Settings
 from ace_moe.errors import PlanError, TextError
-from ace_moe.integrations.vllm.settings import Settings
+from ace_moe.lab.tune import factors, tune
+from ace_moe.lab.tune.evidence import Part, log_kl
+from ace_moe.lab.tune.trials import Trials
+from ace_moe.lab.tune.tuning import _identity
+from ace_moe.mapping.passes import observe
 from ace_moe.plan import Plan, Threshold, Workload
-from ace_moe.planning import factors, tune
-from ace_moe.planning.evidence import Part, log_kl
-from ace_moe.planning.passes import observe
-from ace_moe.planning.trials import Trials
-from ace_moe.planning.tuning import _identity
 from ace_moe.policies import PRESETS, make
 from ace_moe.policies.calibration import answers, watch
-from ace_moe.runtime.settings import policy_for
 from ace_moe.text import windows_of
 from command import run_ace
 
@@ -96,7 +96,7 @@ def test_columns_are_the_budgets_in_the_order_they_were_measured_in(tmp_path: Pa
     row = {"label": "share", "windows": 2, "kl": [0.0321, 0.0654], "perplexity_change": [0.01, 0.02]}
     found = SimpleNamespace(recommendation=told, tried=[row])
     options = ("--tokens", 256, "--window", 64, "--budgets", "0.5,0,0.3")
-    with patch("ace_moe.planning.tune", return_value=found):
+    with patch("ace_moe.mapping.tune", return_value=found):
         said = run_ace("tune", MODEL, "-p", plan, "--text", TEXT, *options).out
     heading = next(line for line in said.splitlines() if "candidate" in line and "windows" in line)
     assert re.findall(r"\d+%", heading) == ["30%", "50%"] and "--skip 0.3" in " ".join(said.split())

@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 from policy_cases import QUICK
 
+from ace_moe.mapping import prepare
 from ace_moe.plan import Plan
-from ace_moe.planning import prepare
 from ace_moe.policies import POLICIES, make
 from ace_moe.policies.calibration import watch
 from ace_moe.text import Windows

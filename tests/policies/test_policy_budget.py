@@ -5,11 +5,11 @@ from policy_cases import NAMES, label
 
 from ace_moe import ACE
 from ace_moe.errors import BudgetError
-from ace_moe.planning import Passes, fit_budgets
-from ace_moe.planning.passes import Counted
-from ace_moe.planning.recipe import entries, search_budgets
+from ace_moe.mapping import Passes, fit_budgets
+from ace_moe.mapping.passes import Counted
+from ace_moe.mapping.recipe import entries, search_budgets
 from ace_moe.policies import POLICIES, make
-from ace_moe.scoring import score
+from ace_moe.scoring.predictions import score
 
 pytestmark = pytest.mark.long
 

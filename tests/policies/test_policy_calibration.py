@@ -10,7 +10,7 @@ from ace_moe import ACE, Plan, build_plan
 from ace_moe.checkpoint import MoEModel
 from ace_moe.demo import MODEL, TEXT
 from ace_moe.errors import IntegrationError, PlanError, TextError
-from ace_moe.planning import calibrate, prepare
+from ace_moe.mapping import calibrate, prepare
 from ace_moe.policies import POLICIES, make
 from ace_moe.tables import tables
 from ace_moe.tables.build import add_tables

@@ -6,8 +6,8 @@ import torch
 import zoo
 from ace_moe import ACE, build_plan
 from ace_moe.errors import IntegrationError, StructureError
+from ace_moe.mapping import prepare
 from ace_moe.plan import Workload
-from ace_moe.planning import prepare
 from ace_moe.policies import POLICIES, Routing, make
 from ace_moe.policies.calibration import router_logits, watch
 from ace_moe.policies.scores import scores

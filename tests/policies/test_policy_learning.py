@@ -16,7 +16,7 @@ from ace_moe.policies import make
 from ace_moe.policies.calibration import Call, answers, sites, watch
 from ace_moe.policies.diep import train
 from ace_moe.policies.expert_sparsity import Loss
-from ace_moe.scoring import score
+from ace_moe.scoring.predictions import score
 
 
 @torch.no_grad()

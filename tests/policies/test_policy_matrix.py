@@ -7,12 +7,12 @@ import torch
 from policy_cases import EXPERTS, KINDS, VARIANTS, K, label, of, part, routing, tables
 
 from ace_moe import rule
+from ace_moe.decider.layer import Layer
+from ace_moe.decider.rows import Same, row_of
+from ace_moe.decider.state import State
 from ace_moe.errors import PolicyError
 from ace_moe.policies import POLICIES, TokenPolicy, make
 from ace_moe.rule import GAINS
-from ace_moe.runtime.layer import Layer
-from ace_moe.runtime.rows import Same, row_of
-from ace_moe.runtime.state import State
 
 variants = pytest.mark.parametrize("variant", VARIANTS, ids=label)
 kinds = pytest.mark.parametrize("kind", KINDS)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ace_moe.demo import MODEL, TEXT
-from ace_moe.statistics import mean_difference, mean_interval
+from ace_moe.scoring.statistics import mean_difference, mean_interval
 from command import run_ace
 
 FACTS = {"model": {"name": "model"}, "environment": {"ace_moe": "0", "torch": "0", "transformers": "0"}}

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from browser import CHROMIUM, Page
 
-from ace_moe.report.page import write_page
+from ace_moe.lab.report.page import write_page
 
 pytestmark = [
     pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed (apt-get install chromium)"),

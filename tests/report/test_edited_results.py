@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ace_moe.errors import AceError
-from ace_moe.report.page import write_page
+from ace_moe.lab.report.page import write_page
 from command import run_ace
 from edits import replace_somewhere
 

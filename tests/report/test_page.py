@@ -10,9 +10,9 @@ import pytest
 
 from ace_moe.errors import ResultError
 from ace_moe.files import file_hash
+from ace_moe.lab.report.page import SCRIPTS, asset, embed, page, write_page
+from ace_moe.lab.report.results import kind_of
 from ace_moe.provenance import FIELDS
-from ace_moe.report.page import SCRIPTS, asset, embed, page, write_page
-from ace_moe.report.results import kind_of
 from command import run_ace
 
 

@@ -10,10 +10,10 @@ import pytest
 
 from ace_moe.demo import MODEL, TEXT
 from ace_moe.errors import OptionError
-from ace_moe.evaluate import compare
+from ace_moe.lab.compare import compare
+from ace_moe.lab.reproduce import TABLES, Setup, paper, tables
+from ace_moe.lab.reproduce.tables import FUSIONS, METHODS
 from ace_moe.policies import PRESETS, make
-from ace_moe.reproduce import TABLES, Setup, paper, tables
-from ace_moe.reproduce.tables import FUSIONS, METHODS
 from command import Ran, run_ace
 
 SMALL = ("--text", TEXT, "--tokens", 256, "--window", 128)

@@ -6,9 +6,9 @@ from transformers.integrations.moe import grouped_mm_experts_forward
 
 import zoo
 from ace_moe.checkpoint.model import MoEModel
+from ace_moe.decider.executors import SENTINELS, choose, compact, kept_alone
+from ace_moe.engines.transformers.experts import on_gpu
 from ace_moe.errors import IntegrationError, OptionError
-from ace_moe.integrations.transformers.experts import on_gpu
-from ace_moe.runtime.executors import SENTINELS, choose, compact, kept_alone
 
 TOKENS, K = 11, 4
 

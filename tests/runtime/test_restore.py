@@ -139,9 +139,9 @@ def test_what_cannot_be_restored_is_refused(demo_plan):
 def test_kernels_and_torch_restore_alike():
     """Through a layer, as engines call it."""
     pytest.importorskip("triton")
+    from ace_moe.decider import Runtime, row_of
+    from ace_moe.decider.rows import Same
     from ace_moe.plan import Plan
-    from ace_moe.runtime import Runtime, row_of
-    from ace_moe.runtime.rows import Same
 
     g, found = torch.Generator().manual_seed(3), []
     model = zoo.build("qwen3_moe")

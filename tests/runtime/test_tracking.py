@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 
 import zoo
 from ace_moe import ACE, build_plan
+from ace_moe.decider import row_of
+from ace_moe.decider.report import NOT_COUNTED
+from ace_moe.decider.rows import Same, rows_for
+from ace_moe.decider.state import NONE, State
+from ace_moe.decider.tracking import HIGHEST, LOWEST, Tracker, moved
 from ace_moe.errors import OptionError, PolicyError
-from ace_moe.runtime import row_of
-from ace_moe.runtime.report import NOT_COUNTED
-from ace_moe.runtime.rows import Same, rows_for
-from ace_moe.runtime.state import NONE, State
-from ace_moe.runtime.tracking import HIGHEST, LOWEST, Tracker, moved
 
 K, LAYERS = 8, 4
 
@@ -57,8 +57,8 @@ def test_it_stays_within_bounds_and_still_rows_stay(step, seed):
 
 def test_the_kernel_moves_alike():
     pytest.importorskip("triton")
+    from ace_moe.decider.tracking import RATE
     from ace_moe.kernels.track import launch_track
-    from ace_moe.runtime.tracking import RATE
 
     g = torch.Generator().manual_seed(0)
     counts = [torch.randint(0, 50, (7, 3), generator=g) for _ in range(5)]

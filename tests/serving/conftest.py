@@ -15,9 +15,9 @@ from serving_parts import vllm_config
 
 from ace_moe import build_plan
 from ace_moe.demo import MODEL
-from ace_moe.integrations.vllm import skipping
+from ace_moe.engines.vllm import skipping
+from ace_moe.mapping import map_budgets
 from ace_moe.plan import Plan
-from ace_moe.planning import map_budgets
 from ace_moe.policies import make
 from ace_moe.text import Windows
 

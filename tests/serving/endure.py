@@ -25,10 +25,10 @@ import psutil
 from serving_server import Server, serving
 
 from ace_moe import build_plan
+from ace_moe.checkpoint.loading import load_model, load_tokenizer, load_windows
 from ace_moe.demo import MODEL, TEXT
-from ace_moe.loading import load_model, load_tokenizer, load_windows
+from ace_moe.mapping import map_budgets
 from ace_moe.plan import Plan
-from ace_moe.planning import map_budgets
 from ace_moe.policies import make
 
 BUDGETS = (0.0, 0.2, 0.5, 0.6)

@@ -17,8 +17,8 @@ from transformers import Glm4MoeConfig, Glm4MoeForCausalLM, PreTrainedModel, Qwe
 
 import ace_moe
 from ace_moe import ACE
+from ace_moe.checkpoint.loading import load_model, load_tokenizer
 from ace_moe.demo import MODEL
-from ace_moe.loading import load_model, load_tokenizer
 from ace_moe.plan import Plan
 from ace_moe.policies import Decision, Routing
 

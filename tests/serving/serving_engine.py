@@ -23,9 +23,9 @@ os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 # step, and with it the last bits of a product, would depend on the load of the machine.
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 
-from ace_moe.integrations.vllm import control
-from ace_moe.integrations.vllm.control import AceWorker, together
-from ace_moe.integrations.vllm.skipping import find
+from ace_moe.engines.vllm import control
+from ace_moe.engines.vllm.control import AceWorker, together
+from ace_moe.engines.vllm.skipping import find
 
 
 class AuditedWorker(AceWorker):
@@ -80,7 +80,7 @@ class AuditedWorker(AceWorker):
 def main(spec_path: str, out_path: str) -> None:
     from vllm import LLM
 
-    from ace_moe.integrations.vllm import KEY
+    from ace_moe.engines.vllm import KEY
 
     spec = json.loads(Path(spec_path).read_text())
     ace = {"additional_config": {KEY: spec["ace"]}} if spec["ace"] is not None else {}

@@ -10,12 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ace_moe.decider import Layer, Part
+from ace_moe.decider.state import State
 from ace_moe.demo import MODEL
-from ace_moe.integrations.vllm.rows import Rows, Step
-from ace_moe.integrations.vllm.skipping import SKIPPED
+from ace_moe.engines.vllm.rows import Rows, Step
+from ace_moe.engines.vllm.skipping import SKIPPED
 from ace_moe.policies import make
-from ace_moe.runtime import Layer, Part
-from ace_moe.runtime.state import State
 
 EXPERTS, TOP_K = 16, 6
 FOUND = {"experts": 32, "top_k": 8, "hidden": 192, "intermediate": 48}

@@ -20,8 +20,8 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 def attempt(case: dict[str, Any]) -> str:
     from vllm import LLM
 
+    from ace_moe.engines.vllm import KEY
     from ace_moe.errors import AceError
-    from ace_moe.integrations.vllm import KEY
 
     undo = pretend_monolithic() if case.get("patch") == "monolithic" else lambda: None
     try:

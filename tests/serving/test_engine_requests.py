@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from serving_cases import run_engine
 
+from ace_moe.checkpoint.loading import load_tokenizer
 from ace_moe.demo import MODEL, TEXT
-from ace_moe.loading import load_tokenizer
 
 BUDGETS = (0.2, 0.5, 0.6)
 NEW, SLOTS = 12, 8 * 6

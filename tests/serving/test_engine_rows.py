@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from serving_cases import run_engine
 
+from ace_moe.checkpoint.loading import load_tokenizer
 from ace_moe.demo import MODEL, TEXT
-from ace_moe.loading import load_tokenizer
 
 LENGTHS = (21, 34, 47)  # of the prompts, all different: a request is known by its own
 NEW = 40

@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from ace_moe.engines.vllm.offload import WEIGHTS, offload_flags
 from ace_moe.errors import OptionError
-from ace_moe.integrations.vllm.offload import WEIGHTS, offload_flags
 
 PLAIN = SimpleNamespace()
 MXFP4 = SimpleNamespace(quantization_config={"quant_method": "mxfp4"})

@@ -14,10 +14,10 @@ from safetensors.torch import load_file, save_file
 
 from ace_moe.cli import serving
 from ace_moe.demo import MODEL
+from ace_moe.engines.vllm import register
+from ace_moe.engines.vllm.early import check
+from ace_moe.engines.vllm.settings import Settings
 from ace_moe.errors import AceError
-from ace_moe.integrations.vllm import register
-from ace_moe.integrations.vllm.early import check
-from ace_moe.integrations.vllm.settings import Settings
 from ace_moe.plan import Plan
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
@@ -73,7 +73,7 @@ def test_a_vllm_that_cannot_be_hooked_runs_on_unless_it_is_asked_to_skip(
 
     stock = inspect.unwrap(EngineArgs.create_engine_config)
     monkeypatch.setattr(EngineArgs, "create_engine_config", stock)
-    monkeypatch.setattr("ace_moe.integrations.vllm.valve.listen", lambda: EngineArgs.no_such_method)
+    monkeypatch.setattr("ace_moe.engines.vllm.valve.listen", lambda: EngineArgs.no_such_method)
     register()
     assert EngineArgs(model=str(MODEL)).create_engine_config().model_config.model == str(MODEL)
     with pytest.raises(AceError, match=r"does not know this vLLM \(0\..*no_such_method.*tried with 0\.32"):
@@ -95,15 +95,15 @@ def test_texts_are_mapped_into_the_plan_that_was_given(plan: Path, monkeypatch: 
     """Not into the one that is made where none is given."""
     seen: list[Plan] = []
     monkeypatch.setattr("ace_moe.tables.build.automatic_plan", lambda *_: pytest.fail("another plan was used"))
-    monkeypatch.setattr("ace_moe.loading.load_model", lambda *_: SimpleNamespace(device="cpu"))
-    monkeypatch.setattr("ace_moe.planning.text_for", lambda *_: None)
+    monkeypatch.setattr("ace_moe.checkpoint.loading.load_model", lambda *_: SimpleNamespace(device="cpu"))
+    monkeypatch.setattr("ace_moe.mapping.text_for", lambda *_: None)
     monkeypatch.setattr(serving, "_tokens", lambda *_: "0" * 64)
 
     def mapped(loaded: Any, had: Plan, *_: Any, **__: Any) -> Any:
         seen.append(replace(had, made=()))
         return SimpleNamespace(plan=had)
 
-    monkeypatch.setattr("ace_moe.planning.map_budgets", mapped)
+    monkeypatch.setattr("ace_moe.mapping.map_budgets", mapped)
     serving.map_missing(str(MODEL), Settings(plan=str(plan), skip=0.5), plan)
     assert seen == [Plan.load(plan)]
 

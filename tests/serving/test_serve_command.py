@@ -15,8 +15,8 @@ import pytest
 from serving_cases import Case, environment, prompts, reference, run_engine
 
 from ace_moe import ACE
+from ace_moe.checkpoint.loading import load_model
 from ace_moe.demo import TEXT
-from ace_moe.loading import load_model
 from ace_moe.plan import Plan
 
 

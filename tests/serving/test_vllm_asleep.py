@@ -10,9 +10,9 @@ import pytest
 import torch
 from serving_parts import FOUND, step
 
-from ace_moe.integrations.vllm import skipping
-from ace_moe.integrations.vllm.asleep import hook_sleep
-from ace_moe.integrations.vllm.control import ASLEEP, AceWorker
+from ace_moe.engines.vllm import skipping
+from ace_moe.engines.vllm.asleep import hook_sleep
+from ace_moe.engines.vllm.control import ASLEEP, AceWorker
 
 
 class Worker:

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from serving_parts import FOUND, reply
 
+from ace_moe.engines.vllm.control import AceWorker, together
 from ace_moe.errors import IntegrationError
-from ace_moe.integrations.vllm.control import AceWorker, together
 
 
 def test_ranks_that_see_the_same_tokens_count_once() -> None:

@@ -12,10 +12,10 @@ import torch
 from serving_parts import EXPERTS, experts, layer, routing, runner, step
 from torch import Tensor
 
+from ace_moe.engines.vllm import backends, executor
+from ace_moe.engines.vllm.executor import compact, redirected
+from ace_moe.engines.vllm.settings import Settings
 from ace_moe.errors import IntegrationError
-from ace_moe.integrations.vllm import backends, executor
-from ace_moe.integrations.vllm.executor import compact, redirected
-from ace_moe.integrations.vllm.settings import Settings
 
 
 class Dense:
@@ -240,7 +240,7 @@ def test_a_kernel_that_was_built_again_is_chosen_for_again() -> None:
 
 def test_our_kernels_up_to_a_number_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """Beyond it the engine's own way; the name in the report says both."""
-    from ace_moe.integrations.vllm.kernels import Kernels
+    from ace_moe.engines.vllm.kernels import Kernels
 
     def ours(run: Any, x: Tensor, gates: Tensor, ids: Tensor, **shared: Any) -> Tensor:
         return torch.full_like(x, 7)

@@ -11,9 +11,9 @@ import torch
 from serving_parts import EXPERTS, TOP_K, layer, routing, step
 from torch import Tensor
 
-from ace_moe.integrations.vllm.rows import Rows, Step
-from ace_moe.integrations.vllm.skipping import SKIPPED
-from ace_moe.runtime import Layer
+from ace_moe.decider import Layer
+from ace_moe.engines.vllm.rows import Rows, Step
+from ace_moe.engines.vllm.skipping import SKIPPED
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
 TOKENS = 16  # of the captured size; steps have fewer

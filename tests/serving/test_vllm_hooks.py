@@ -15,10 +15,10 @@ import pytest
 import torch
 from serving_parts import FOUND
 
-from ace_moe.integrations.vllm import rows as hooks
-from ace_moe.integrations.vllm import skipping
-from ace_moe.integrations.vllm.rows import step_v1, step_v2
-from ace_moe.runtime import PADDING, row_of
+from ace_moe.decider import PADDING, row_of
+from ace_moe.engines.vllm import rows as hooks
+from ace_moe.engines.vllm import skipping
+from ace_moe.engines.vllm.rows import step_v1, step_v2
 
 P, D, V = (row_of(phase) for phase in ("prefill", "decode", "verify"))
 

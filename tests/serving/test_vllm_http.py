@@ -13,9 +13,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from serving_parts import reply
 
-from ace_moe.integrations.vllm import http
-from ace_moe.integrations.vllm.control import AceWorker
-from ace_moe.integrations.vllm.http import FIELDS, LARGEST, AceMiddleware
+from ace_moe.engines.vllm import http
+from ace_moe.engines.vllm.control import AceWorker
+from ace_moe.engines.vllm.http import FIELDS, LARGEST, AceMiddleware
 from edits import JSON
 
 AS_JSON = (b"content-type", b"application/json")

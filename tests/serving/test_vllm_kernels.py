@@ -11,9 +11,9 @@ from serving_parts import EXPERTS, experts, layer, routing, runner, step
 from torch import Tensor
 from torch.nn.functional import gelu, silu
 
-from ace_moe.integrations.vllm.executor import Experts
-from ace_moe.integrations.vllm.kernels import Kernels, unfit
-from ace_moe.integrations.vllm.settings import Settings
+from ace_moe.engines.vllm.executor import Experts
+from ace_moe.engines.vllm.kernels import Kernels, unfit
+from ace_moe.engines.vllm.settings import Settings
 
 
 def gelu_tanh(x: Tensor) -> Tensor:

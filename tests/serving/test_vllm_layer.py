@@ -9,11 +9,11 @@ import torch
 from serving_parts import EXPERTS, TOP_K, layer, routing, step
 
 from ace_moe import rule
-from ace_moe.integrations.vllm.rows import Step
-from ace_moe.integrations.vllm.skipping import SKIPPED
+from ace_moe.decider import Layer, row_of
+from ace_moe.decider.rows import Phase
+from ace_moe.engines.vllm.rows import Step
+from ace_moe.engines.vllm.skipping import SKIPPED
 from ace_moe.kernels.routing import TopK
-from ace_moe.runtime import Layer, row_of
-from ace_moe.runtime.rows import Phase
 
 MIXED = step([3, 1, 3], [0, 9, 9], [3, 4, 4], [0, 0, 2])  # three of a prompt, two generated, two drafts
 

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from ace_moe.engines.vllm import layers
 from ace_moe.errors import IntegrationError
-from ace_moe.integrations.vllm import layers
 
 
 @pytest.mark.vllm

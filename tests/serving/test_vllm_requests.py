@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ace_moe.engines.vllm import requests
+from ace_moe.engines.vllm.requests import Admission, Budget, asked, salted
+from ace_moe.engines.vllm.settings import Settings
 from ace_moe.errors import AceError, BudgetError, OptionError
-from ace_moe.integrations.vllm import requests
-from ace_moe.integrations.vllm.requests import Admission, Budget, asked, salted
-from ace_moe.integrations.vllm.settings import Settings
 
 
 def params(**extra: Any) -> Any:

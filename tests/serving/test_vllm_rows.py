@@ -9,9 +9,9 @@ import pytest
 import torch
 from serving_parts import layer, routing, step
 
+from ace_moe.decider import PADDING, row_of
+from ace_moe.engines.vllm.rows import Rows, Share, pieces_of, rows_of
 from ace_moe.errors import IntegrationError
-from ace_moe.integrations.vllm.rows import Rows, Share, pieces_of, rows_of
-from ace_moe.runtime import PADDING, row_of
 
 P, D, V = (row_of(phase) for phase in ("prefill", "decode", "verify"))
 KINDS = {

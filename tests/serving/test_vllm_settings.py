@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from ace_moe.demo import MODEL
+from ace_moe.engines.vllm import engine_args
+from ace_moe.engines.vllm.settings import EVERY, Settings, check_policy
 from ace_moe.errors import OptionError, PlanError, PolicyError
-from ace_moe.integrations.vllm import engine_args
-from ace_moe.integrations.vllm.settings import EVERY, Settings, check_policy
 from ace_moe.plan import Plan, Routers, Threshold, Workload
 from ace_moe.policies import make
 from ace_moe.sharing.hub import FILE

@@ -15,11 +15,11 @@ import pytest
 import torch
 from serving_parts import FOUND, vllm_config
 
+from ace_moe.decider import row_of
+from ace_moe.engines.vllm import skipping
 from ace_moe.errors import IntegrationError, PlanError
-from ace_moe.integrations.vllm import skipping
 from ace_moe.plan import Plan
 from ace_moe.plan.entries import Workload
-from ace_moe.runtime import row_of
 
 
 def test_budgets_are_not_in_the_compile_hash(configured: Callable[..., Any]) -> None:

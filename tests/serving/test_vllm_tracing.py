@@ -14,13 +14,13 @@ from serving_parts import FOUND
 from test_vllm_hooks import Old, request, scheduled
 
 from ace_moe import ACE
+from ace_moe.engines.traces.file import load_trace
+from ace_moe.engines.vllm import skipping
+from ace_moe.engines.vllm.settings import Settings
 from ace_moe.errors import IntegrationError, OptionError
-from ace_moe.integrations.vllm import skipping
-from ace_moe.integrations.vllm.settings import Settings
+from ace_moe.lab.traffic.reading import read
 from ace_moe.plan import Plan
 from ace_moe.text import windows_of
-from ace_moe.traces.file import load_trace
-from ace_moe.traces.reading import read
 
 
 def engine(configured: Callable[..., Any], path: Path, **ace: Any) -> tuple[Old, Any]:

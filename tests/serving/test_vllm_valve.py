@@ -7,9 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from ace_moe.engines.vllm.settings import Settings
+from ace_moe.engines.vllm.valve import WINDOW, Valve, _tick, valve_for
 from ace_moe.errors import OptionError
-from ace_moe.integrations.vllm.settings import Settings
-from ace_moe.integrations.vllm.valve import WINDOW, Valve, _tick, valve_for
 
 
 def run(valve: Valve, base: float, steps: int, gain: float = 0.5, noise: float = 0.03, seed: int = 0) -> list[float]:

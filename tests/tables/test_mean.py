@@ -9,8 +9,8 @@ from test_tables import ALL, random_layer, table
 import zoo
 from ace_moe import ACE, build_plan, rule
 from ace_moe.checkpoint import MoEModel
+from ace_moe.engines.vllm.settings import check_policy
 from ace_moe.errors import IntegrationError, PolicyError
-from ace_moe.integrations.vllm.settings import check_policy
 from ace_moe.plan import Plan
 from ace_moe.policies import make
 from ace_moe.tables import mean

@@ -15,15 +15,15 @@ from transformers import PreTrainedModel
 
 from ace_moe import ACE
 from ace_moe.demo import MODEL, TEXT
+from ace_moe.engines.traces import Trace
+from ace_moe.engines.traces.file import save_trace
 from ace_moe.errors import AceError, OptionError, PlanError, ResultError
+from ace_moe.lab.traffic.reading import read
+from ace_moe.lab.traffic.simulate import Simulation
+from ace_moe.lab.traffic.timing import Cost, cost_of, fit
 from ace_moe.plan import Plan, Threshold, Workload
 from ace_moe.policies import make
 from ace_moe.text import Windows
-from ace_moe.traces import Trace
-from ace_moe.traces.file import save_trace
-from ace_moe.traces.reading import read
-from ace_moe.traces.simulate import Simulation
-from ace_moe.traces.timing import Cost, cost_of, fit
 from command import run_ace
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
@@ -224,7 +224,7 @@ def test_budgets_by_phase_and_the_plans_own_choice(demo_plan: Plan, tmp_path: Pa
 
 
 def test_a_saved_trace_simulates_as_before(tmp_path: Path) -> None:
-    from ace_moe.traces.file import load_trace
+    from ace_moe.engines.traces.file import load_trace
 
     trace = made(64, 16, 4, 3, requests=6)
     again = load_trace(save_trace(trace, tmp_path / "a.trace"))

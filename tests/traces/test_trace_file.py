@@ -14,12 +14,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ace_moe.engines.traces import Slots, Trace
+from ace_moe.engines.traces.collector import Collector
+from ace_moe.engines.traces.file import load_trace, save_trace
 from ace_moe.errors import TraceError
+from ace_moe.lab.traffic.returned import load_returned
 from ace_moe.plan import Fingerprint, Plan, Routers
-from ace_moe.traces import Slots, Trace
-from ace_moe.traces.collector import Collector
-from ace_moe.traces.file import load_trace, save_trace
-from ace_moe.traces.returned import load_returned
 from command import run_ace
 
 

@@ -20,8 +20,8 @@ from .outputs import check_output
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from ..bench.routers import Router
-    from ..bench.run import Row
+    from ..lab.bench.routers import Router
+    from ..lab.bench.run import Row
 
 Sizes = list[tuple[int, int]]  # tokens, batch
 QUICK, PAPER, FULL = "quick", "paper", "full"
@@ -53,9 +53,9 @@ def bench(
     as_json: opt.AsJson = False,
 ) -> None:
     """Time to first token and per output token, stock and skipped, in one run."""
-    from ..bench.routers import shape_routers
-    from ..bench.run import Bench, check_stock, read_rate, result
-    from ..loading import load_tokenizer, load_windows
+    from ..checkpoint.loading import load_tokenizer, load_windows
+    from ..lab.bench.routers import shape_routers
+    from ..lab.bench.run import Bench, check_stock, read_rate, result
     from ..plan import Plan
     from ..provenance import provenance
     from .bench_table import chart as draw
@@ -124,7 +124,7 @@ def _check(
     model: str | None, shape: str | None, layers: int | None, routing: str, union: float | None, text: Path | None
 ) -> None:
     """Options that contradict each other, before anything is loaded."""
-    from ..bench.routers import UNIFORM, check_kind
+    from ..lab.bench.routers import UNIFORM, check_kind
 
     if (model is None) == (shape is None):
         raise OptionError("Name a checkpoint or a shape (--shape qwen3-30b-a3b), not both.")
@@ -139,7 +139,7 @@ def _check(
 
 def _routing_facts(routing: str, router: Router | None) -> dict[str, Any]:
     """How a random model was made to route, for the file."""
-    from ..bench.routers import ASSUMED, BATCH, SKEWED
+    from ..lab.bench.routers import ASSUMED, BATCH, SKEWED
 
     if router is None:
         return {"kind": routing}
@@ -148,7 +148,7 @@ def _routing_facts(routing: str, router: Router | None) -> dict[str, Any]:
 
 
 def _grid(rows: str, prefill: str | None, decode: str | None) -> tuple[Sizes, Sizes]:
-    from ..bench.run import PAPER as TABLE
+    from ..lab.bench.run import PAPER as TABLE
 
     batches = [(256, 1), (256, 4), (256, 16), (256, 64)]
     grids = {
@@ -180,11 +180,11 @@ def _model(
     model: str | None, shape: str | None, layers: int | None, device: str | None, sizes: Sizes, paths: int
 ) -> PreTrainedModel:
     """Loaded or made, if there is room for it and for what is timed."""
-    from ..bench.memory import check_fits, checkpoint_bytes
-    from ..bench.shapes import fill, hollow
     from ..checkpoint import resolve
+    from ..checkpoint.loading import check_device, default_device, load_model
     from ..checkpoint.model import load_config
-    from ..loading import check_device, default_device, load_model
+    from ..lab.bench.memory import check_fits, checkpoint_bytes
+    from ..lab.bench.shapes import fill, hollow
 
     device = device or default_device()
     check_device(device)

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..bench.run import UNRULED, Row
 from ..errors import IntegrationError, OptionError
+from ..lab.bench.run import UNRULED, Row
 from .show import table
 
 if TYPE_CHECKING:

@@ -172,7 +172,7 @@ class Bars:
 
 def parse_budgets(text: str) -> list[float]:
     """ "0.1:0.6:0.1" (from : to : step) or "0.1,0.5"."""
-    from ..runtime.settings import check_fraction
+    from ..decider.settings import check_fraction
 
     try:
         if ":" not in text:
@@ -190,7 +190,7 @@ def parse_budgets(text: str) -> list[float]:
 
 def reachable(text: str, usual: str, top_k: int, min_active: int = 1) -> list[float]:
     """Budgets as typed, each checked; of the usual ones, which nobody typed, those that the model has slots for."""
-    from ..runtime.settings import check_budget, most
+    from ..decider.settings import check_budget, most
 
     wanted, limit = parse_budgets(text), most(top_k, min_active)
     if text == usual and 0 < limit < max(wanted):

@@ -21,7 +21,7 @@ from .outputs import check_output
 from .plans import EVERY
 
 if TYPE_CHECKING:
-    from ..evaluate.subject import Subject
+    from ..lab.compare.subject import Subject
     from ..plan import Plan
 
 METHODS = (
@@ -55,11 +55,11 @@ def compare(
     as_json: opt.AsJson = False,
 ) -> None:
     """Perplexity of every method at every budget and gain, with intervals; a killed run goes on where it was."""
-    from ..evaluate.calibration import calibration_windows
-    from ..evaluate.compare import compare as measure
-    from ..evaluate.grid import FIRST, Grid, first_methods, parse_gains, parse_methods
-    from ..evaluate.subject import Subject
-    from ..loading import load_windows
+    from ..checkpoint.loading import load_windows
+    from ..lab.compare.calibration import calibration_windows
+    from ..lab.compare.compare import compare as measure
+    from ..lab.compare.grid import FIRST, Grid, first_methods, parse_gains, parse_methods
+    from ..lab.compare.subject import Subject
 
     check_output(output, "results", text, plan, calibration)
     check_texts([text], window, tokens, batch)
@@ -104,7 +104,7 @@ def _plan(path: Path | None, model: str) -> Plan:
 
 def _facts(subject: Subject, model: str, *files: Path | None) -> dict[str, Any]:
     from ..checkpoint.model import called
-    from ..evaluate.subject import facts
+    from ..lab.compare.subject import facts
 
     return facts(subject, called(model), made_of(*files))
 
@@ -120,7 +120,7 @@ def report(
     as_json: opt.AsJson = False,
 ) -> None:
     """One page with curves, tables and heat maps; it needs no network and opens in any browser."""
-    from ..report.page import write_page
+    from ..lab.report.page import write_page
 
     check_output(output, "page", *results)
     write_page(results, output, rival, title)
@@ -160,9 +160,9 @@ def study_thresholds(
     as_json: opt.AsJson = False,
 ) -> None:
     """Thresholds by workload, the ratio each realises on the others, and what finding them costs."""
-    from ..evaluate import thresholds
-    from ..evaluate.subject import Subject
-    from ..loading import load_windows
+    from ..checkpoint.loading import load_windows
+    from ..lab.compare import thresholds
+    from ..lab.compare.subject import Subject
     from ..policies import choose
 
     check_output(output, "results", plan, *text)
@@ -193,9 +193,9 @@ def study_tables(
     as_json: opt.AsJson = False,
 ) -> None:
     """Correlation of each table with the true norm of expert outputs, layer by layer, in one pass."""
-    from ..evaluate.oracle import by_expert, table_correlation
-    from ..evaluate.subject import Subject
-    from ..loading import load_windows
+    from ..checkpoint.loading import load_windows
+    from ..lab.compare.oracle import by_expert, table_correlation
+    from ..lab.compare.subject import Subject
 
     check_output(output, "results", text, plan)
     check_texts([text], window, tokens, batch)

@@ -78,7 +78,7 @@ def _ace(
 ) -> ACE:
     """With the plan that was given, or the one that is kept for this model, made where there is none."""
     from ..ace import ACE
-    from ..integrations.vllm.settings import Settings
+    from ..engines.vllm.settings import Settings
     from .serving import find_plan
 
     if plan is None:

@@ -44,13 +44,13 @@ class Loading:
     expand: opt.Expand = False
 
     def load(self, model: str) -> PreTrainedModel:
-        from ..loading import load_model
+        from ..checkpoint.loading import load_model
 
         return load_model(model, **asdict(self))
 
     def load_both(self, model: str) -> tuple[Any, PreTrainedModel]:
         """Tokenizer and model."""
-        from ..loading import load_tokenizer
+        from ..checkpoint.loading import load_tokenizer
 
         return load_tokenizer(model), self.load(model)
 

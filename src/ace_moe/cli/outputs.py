@@ -54,7 +54,7 @@ def _results(path: Path) -> bool:
 
 
 def _page(path: Path) -> bool:
-    from ..report.page import is_page
+    from ..lab.report.page import is_page
 
     return is_page(path)
 
@@ -65,7 +65,7 @@ def _picture(path: Path) -> bool:
 
 
 def _trace(path: Path) -> bool:
-    from ..traces.file import is_trace
+    from ..engines.traces.file import is_trace
 
     return is_trace(path)
 

@@ -57,7 +57,7 @@ class Aim:
 
     def found(self, model: Any, plan: Plan, policy: Any, windows: Any, batch: int) -> tuple[list[float], Plan]:
         """The budget, if there is one, and the plan with what was measured on the way."""
-        from ..planning import least_reading, most_within
+        from ..mapping import least_reading, most_within
 
         if self.max_kl is not None:
             ratio, plan = most_within(model, plan, policy, windows, self.max_kl, batch)
@@ -112,7 +112,7 @@ def tables(
     """Compute the tables from the checkpoint alone and write a plan. No data, no GPU needed."""
     from .. import sharing
     from ..checkpoint import MoEModel
-    from ..loading import check_device
+    from ..checkpoint.loading import check_device
     from ..provenance import provenance
     from ..tables.build import build_plan
     from ..tables.parts import Parts
@@ -198,11 +198,11 @@ def budget(
     What the policy needs beside, further tables or a calibration on the text's first windows, goes into the plan too.
     """
     from ..checkpoint import MoEModel
+    from ..decider.settings import check_tables, policy_for
+    from ..mapping import map_budgets, texts_for
+    from ..mapping.unfinished import Partial
     from ..plan import Plan, update
-    from ..planning import map_budgets, texts_for
-    from ..planning.unfinished import Partial
     from ..provenance import provenance
-    from ..runtime.settings import check_tables, policy_for
     from ..tables import TABLES
 
     read = Plan.load(plan)

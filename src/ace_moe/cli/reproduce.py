@@ -19,7 +19,7 @@ from .common import app, check_texts, note, out, parse_budgets, print_json, say
 from .options import option
 
 if TYPE_CHECKING:
-    from ..reproduce import Setup, Step, Table
+    from ..lab.reproduce import Setup, Step, Table
 
 STATE = "reproduce.json"
 WIDEST = 8  # columns of a table in a terminal
@@ -53,8 +53,8 @@ def reproduce(
     What cannot be measured here is refused by name and the rest goes on. The paper's own figures stand beside for its models.
     """
     from ..checkpoint.model import called
-    from ..reproduce import Setup, tables
-    from ..reproduce.reading import filled
+    from ..lab.reproduce import Setup, tables
+    from ..lab.reproduce.reading import filled
 
     check_texts((text, *(workload or ())), window, tokens, batch)
     show.check_folder(folder)
@@ -105,8 +105,8 @@ def _outlook(setup: Setup, wanted: list[Table]) -> Any:
 
 def _seconds(setup: Setup) -> float:
     """Of one pass: what the first one took, else by arithmetic from the weights that a token runs through."""
-    from ..bench.memory import checkpoint_bytes
     from ..checkpoint import MoEModel
+    from ..lab.bench.memory import checkpoint_bytes
 
     try:
         return json.loads((setup.folder / "compare.json").read_text(encoding="utf-8"))["dense"]["seconds"]
@@ -134,7 +134,7 @@ def _span(seconds: float) -> str:
 
 def _run(setup: Setup, wanted: list[Table]) -> dict[str, Any]:
     """Every step once, in order; those that ended before, with the same arguments, are not run again."""
-    from ..reproduce.reading import done
+    from ..lab.reproduce.reading import done
 
     setup.folder.mkdir(parents=True, exist_ok=True)
     state = _state(setup.folder)

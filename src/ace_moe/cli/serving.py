@@ -55,8 +55,8 @@ def serve(
     dry_run: Annotated[bool, option(DRY_RUN)] = False,
 ) -> None:
     """Serve a model with vLLM. MODEL comes first; flags that are not listed here go to vLLM as they are."""
-    from ..integrations.vllm.settings import Settings
-    from ..runtime.settings import by_phase
+    from ..decider.settings import by_phase
+    from ..engines.vllm.settings import Settings
 
     if not dry_run and not _installed():
         raise IntegrationError("vLLM is not installed. Install it with `pip install ace-moe[vllm]`.")
@@ -100,7 +100,7 @@ def parse_kernels(value: str) -> bool | int | str:
 
 def refuse_flags(flags: list[str]) -> None:
     """What the server would refuse minutes later, said at once."""
-    from ..integrations.vllm.settings import REFUSED
+    from ..engines.vllm.settings import REFUSED
 
     for flag in flags:
         name = flag.partition("=")[0].replace("_", "-")  # vLLM takes both spellings
@@ -111,7 +111,7 @@ def refuse_flags(flags: list[str]) -> None:
 def place_experts(model: str, flags: list[str]) -> list[str]:
     """Where a part of the model is to be in host memory: its experts."""
     from ..checkpoint.model import load_config, resolve
-    from ..integrations.vllm.offload import offload_flags
+    from ..engines.vllm.offload import offload_flags
 
     flags, said = offload_flags(flags, load_config(resolve(model)))
     if said:
@@ -137,12 +137,12 @@ def find_plan(
 
 def map_missing(model: str, settings: Any, text: Path | None, load: Callable[[str], Any] | None = None) -> str | None:
     """Thresholds for the budgets that the plan has none for, as `ace budget` maps them; the name of the text to take."""
-    from ..integrations.vllm.settings import check_content
-    from ..loading import load_model
+    from ..checkpoint.loading import load_model
+    from ..decider.settings import by_phase, check_budget
+    from ..engines.vllm.settings import check_content
+    from ..mapping import map_budgets, text_for
     from ..plan import Plan, labels, update
-    from ..planning import map_budgets, text_for
     from ..provenance import provenance
-    from ..runtime.settings import by_phase, check_budget
 
     read = Plan.load(settings.plan)
     plan, policy = settings.open(model, served=load is None)
@@ -168,7 +168,7 @@ def map_missing(model: str, settings: Any, text: Path | None, load: Callable[[st
 
 def _tokens(model: str, text: Path) -> str:
     """The hash that the text goes by."""
-    from ..loading import load_tokenizer
+    from ..checkpoint.loading import load_tokenizer
     from ..text import cut, read_text
 
     return cut(read_text(text), load_tokenizer(model), 1024, 65536, sys.maxsize, text.name).workload.sha256
@@ -176,7 +176,7 @@ def _tokens(model: str, text: Path) -> str:
 
 def _known(plan: Any, policy: Any, budget: float, workload: str | None, given: str | None) -> bool:
     """Whether the plan has a threshold; on a text that was given, one of its own."""
-    from ..runtime.settings import alignment
+    from ..decider.settings import alignment
 
     if given is not None:
         own = [t for t in plan.thresholds if t.workload.sha256 == given and t.fits(policy.settings)]
@@ -191,7 +191,7 @@ def _known(plan: Any, policy: Any, budget: float, workload: str | None, given: s
 
 def check(model: str, settings: Any) -> None:
     """Everything that can be known before vLLM starts: plan, budget, policy, and that the plan is this model's."""
-    from ..integrations.vllm.settings import check_content
+    from ..engines.vllm.settings import check_content
 
     plan, policy = settings.open(model)
     settings.check_budgets(plan, policy)
@@ -213,7 +213,7 @@ def warn_of_head(model: str) -> None:
 
 def server_command(model: str, config: dict[str, Any], flags: list[str]) -> list[str]:
     """vLLM's own server with our configuration, control routes and workers' RPCs."""
-    from ..integrations.vllm import KEY, MIDDLEWARE, WORKER
+    from ..engines.vllm import KEY, MIDDLEWARE, WORKER
 
     flags, additional = take_additional(flags)
     ours = ["--additional-config", json.dumps({**additional, KEY: config}), "--middleware", MIDDLEWARE]
@@ -230,7 +230,7 @@ def server(model: str) -> list[str]:
         metadata.version("vllm")
     except metadata.PackageNotFoundError:
         if _installed():
-            return [sys.executable, "-m", "ace_moe.integrations.vllm.launch", "serve", model]
+            return [sys.executable, "-m", "ace_moe.engines.vllm.launch", "serve", model]
     return [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", model]
 
 

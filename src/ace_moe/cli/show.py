@@ -149,7 +149,7 @@ def _method(entry: Threshold) -> str:
 
 def model_json(moe: MoEModel) -> dict[str, Any]:
     from ..checkpoint.model import how_it_runs, outliers
-    from ..integrations.transformers import on_gpu
+    from ..engines.transformers import on_gpu
 
     return {
         "architecture": moe.architecture,
@@ -201,7 +201,7 @@ def report_table(report: Mapping[str, Any]) -> Table:
 
 def print_model(console: Console, moe: MoEModel) -> None:
     from ..checkpoint.model import how_it_runs, outliers
-    from ..integrations.transformers import on_gpu
+    from ..engines.transformers import on_gpu
 
     names = ("experts", "top_k", "hidden", "intermediate")
     sizes = {key: tuple(str(facts[name]) for name in names) for key, facts in moe.structure().items()}

@@ -17,7 +17,7 @@ from .options import option, plan_option
 from .outputs import check_output
 
 if TYPE_CHECKING:
-    from ..evaluate.tasks import Harness
+    from ..lab.tasks.tasks import Harness
 
 HARNESSES = ("lm-eval", "evalscope")
 
@@ -41,10 +41,10 @@ def perplexity(
 ) -> None:
     """WikiText-2 perplexity by protocol, with a 95 % interval and the realised ratio."""
     from ..ace import ACE
+    from ..checkpoint.loading import check_window
     from ..checkpoint.model import called
-    from ..evaluate.perplexity import pieces, protocol_named
-    from ..evaluate.quality import run, setup_of
-    from ..loading import check_window
+    from ..lab.compare.perplexity import pieces, protocol_named
+    from ..lab.compare.quality import run, setup_of
     from ..provenance import provenance
     from ..text import check_sizes, read_text
 
@@ -91,10 +91,10 @@ def evaluate_tasks(
     as_json: opt.AsJson = False,
 ) -> None:
     """Accuracy on tasks, zero-shot and greedy, with intervals and paired differences to the unskipped model."""
-    from ..evaluate import tasks as of
-    from ..evaluate.sandbox import check_allowed
-    from ..evaluate.subject import identity_of
-    from ..loading import check_device, default_device, share_cores
+    from ..checkpoint.loading import check_device, default_device, share_cores
+    from ..lab.compare.subject import identity_of
+    from ..lab.tasks import tasks as of
+    from ..lab.tasks.sandbox import check_allowed
 
     check_output(output, "results", plan)
     names, skips, device = of.parse_tasks(tasks), parse_budgets(skip), device or default_device()
@@ -135,10 +135,10 @@ def _harness(
     name: str, model: str, device: str, batch: int, cap: int | None, chat: bool, given: dict[str, Any]
 ) -> Harness:
     if name == "lm-eval":
-        from ..harnesses.lm_eval import AceLM, LmEval
+        from ..lab.harnesses.lm_eval import AceLM, LmEval
 
         return LmEval(AceLM(model, batch_size=batch, device=device, **given), chat=chat, cap=cap)
-    from ..harnesses.evalscope import AceAPI, EvalScope
+    from ..lab.harnesses.evalscope import AceAPI, EvalScope
 
     return EvalScope(AceAPI(model, precision="auto", device_map=device, **given), cap, batch)
 
@@ -158,6 +158,6 @@ def lm_eval(context: typer.Context) -> None:
 
     Its own help: ace lm-eval -- --help
     """
-    from ..harnesses.lm_eval import main
+    from ..lab.harnesses.lm_eval import main
 
     main(context.args)

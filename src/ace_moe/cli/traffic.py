@@ -21,10 +21,10 @@ from .outputs import check_output
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from ..runtime import Runtime
-    from ..traces import Trace
-    from ..traces.simulate import Simulation
-    from ..traces.timing import Cost
+    from ..decider import Runtime
+    from ..engines.traces import Trace
+    from ..lab.traffic.simulate import Simulation
+    from ..lab.traffic.timing import Cost
 
 
 USUAL = (1, 8, 32)  # sequences of a decode step
@@ -53,9 +53,9 @@ def trace(
     The file holds no tokens, but routing can betray what was said: treat it like the text. `ace serve --trace` keeps the same
     of served requests.
     """
-    from ..loading import load_windows
-    from ..traces.file import save_trace
-    from ..traces.reading import read
+    from ..checkpoint.loading import load_windows
+    from ..engines.traces.file import save_trace
+    from ..lab.traffic.reading import read
 
     check_output(output, "trace", text, plan)
     check_texts([text], window, tokens, batch)
@@ -78,8 +78,8 @@ def _under(model: PreTrainedModel, plan: Path | None, skip: float, options: dict
     """The model under a budget, or as it is: then no tables are needed."""
     from ..ace import ACE
     from ..checkpoint import MoEModel
+    from ..mapping.passes import Everything, attached
     from ..plan import Plan
-    from ..planning.passes import Everything, attached
 
     if plan is None:
         with attached(model, Plan({}, MoEModel.of(model).fingerprint()), Everything()) as runtime:
@@ -107,13 +107,13 @@ def simulate(
 
     Thresholds are quantiles of the trace. Steps are drawn from different requests.
     """
-    from ..evaluate.store import SCHEMA, write_json
+    from ..decider.settings import policy_for
+    from ..lab.compare.store import SCHEMA, write_json
+    from ..lab.traffic.simulate import Simulation
+    from ..lab.traffic.timing import cost_of
     from ..plan import Plan
     from ..policies import choose
     from ..provenance import provenance
-    from ..runtime.settings import policy_for
-    from ..traces.simulate import Simulation
-    from ..traces.timing import cost_of
 
     check_output(output, "results", trace, plan, bench)
     found, known = _load(trace), None if plan is None else Plan.load(plan)
@@ -139,8 +139,8 @@ def simulate(
 
 
 def _load(path: Path) -> Trace:
-    from ..traces.file import load_trace
-    from ..traces.returned import SUFFIX, load_returned
+    from ..engines.traces.file import load_trace
+    from ..lab.traffic.returned import SUFFIX, load_returned
 
     return load_returned(path) if path.suffix == SUFFIX else load_trace(path)
 
@@ -184,7 +184,7 @@ def _cells(row: dict[str, Any], timed: bool, ranked: bool) -> list[str]:
 
 def _unlike(trace: Trace, wanted: list[float]) -> list[str]:
     """What a reader should know of a trace that is not quite what is simulated."""
-    from ..runtime.rows import PHASES
+    from ..decider.rows import PHASES
 
     notes = []
     if not (trace.phases == PHASES.index("decode")).any():

@@ -43,9 +43,9 @@ def tune(
     A run that was stopped goes on where it was. Afterwards `policy auto`, the default everywhere, is what was found.
     """
     from ..checkpoint import MoEModel
+    from ..lab.tune import tune as search
+    from ..mapping import text_for
     from ..plan import Plan, update
-    from ..planning import text_for
-    from ..planning import tune as search
     from ..provenance import provenance
 
     read = Plan.load(plan)

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
+from ..engines.transformers import Attachment, attached_to
+from ..engines.transformers.host import hosted, place_experts, settle
 from ..errors import IntegrationError, OptionError, brief
-from ..integrations.transformers import Attachment, attached_to
-from ..integrations.transformers.host import hosted, place_experts, settle
 from ..kernels import foreign
 from .attention import IMPLEMENTATION, workspace
 from .layerwise import compiled_layers, decoder_layers, recording

@@ -10,15 +10,15 @@ from pathlib import Path
 from transformers import PreTrainedModel
 
 from ..ace import ACE
+from ..checkpoint.loading import load_model, load_tokenizer, load_windows
 from ..files import file_hash
-from ..loading import load_model, load_tokenizer, load_windows
+from ..lab.report.figures import quality_curve
+from ..mapping import Passes, map_budgets
+from ..mapping.passes import attached
 from ..plan import Plan
-from ..planning import Passes, map_budgets
-from ..planning.passes import attached
 from ..policies import PRESETS, Ace, Policy
 from ..provenance import provenance
-from ..report.figures import quality_curve
-from ..scoring import score
+from ..scoring.predictions import score
 from ..tables.build import build_plan
 from ..text import Windows
 from ..writing import Pair, tokens_of, write_pair

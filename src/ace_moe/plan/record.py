@@ -243,5 +243,5 @@ def missing_table(policy: str, table: str, calibrated: bool) -> str:
     how = "calibrates it on that text" if calibrated else "computes it from the weights"
     return (
         f"Policy {policy!r} needs the table {table}, which this plan does not have. `ace budget MODEL --plan PLAN --text FILE "
-        f"--policy {policy}` {how} (in Python: `ace_moe.planning.prepare`); policy 'share' needs none."
+        f"--policy {policy}` {how} (in Python: `ace_moe.mapping.prepare`); policy 'share' needs none."
     )

@@ -77,7 +77,7 @@ class AllocL(LayerwisePolicy):
 
     @torch.no_grad()
     def calibrate(self, model: Model, windows: Windows | None) -> Tables:
-        from ..scoring import score
+        from ..scoring.predictions import score
 
         places, text = sites(model), needed(windows)
         token_logits(model, text.ids[:1].to(model.device))  # a model that predicts nothing has no perplexity

@@ -1,0 +1,174 @@
+"""The experts implementation `ace`: what transformers calls in place of its own, and the ways it runs the slots that are left.
+
+transformers looks the implementation up at every call. Skipped slots carry the id one past the last expert: they sort
+behind every group of the grouped product and are never computed.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers.integrations.finegrained_fp8 import FP8ExpertsInterface, fp8_grouped_mm_experts_forward
+from transformers.integrations.moe import ExpertsInterface, grouped_mm_experts_forward
+
+from ... import rule
+from ...checkpoint.structure import is_registered
+from ...decider.executors import Chosen, Offer, choose, compact
+from ...kernels import foreign, without_triton
+
+if TYPE_CHECKING:
+    from ...kernels.layout import Layout, Near
+
+IMPLEMENTATION = "ace"
+UNRULED = "ace_unruled"  # our executors behind the stock router: what the rule itself costs
+CHILD = "ace"  # the layer's name on an experts module
+HOST = "_ace_host"  # on an experts module whose weights are in host memory
+Choice = Literal["auto", "torch", "kernels"]
+CHOICES: tuple[Choice, ...] = ("auto", "torch", "kernels")
+Stock = Callable[..., Tensor]
+
+
+class Hosted(NamedTuple):
+    """Where an experts module runs whose weights are in host memory, and what copies it has there."""
+
+    device: torch.device
+    near: Near | None
+
+
+def _implementation(stock: Stock, ruled: bool = True) -> Stock:
+    def forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        layer = getattr(self, CHILD, None)
+        if layer is None:
+            return stock(self, hidden_states, top_k_index, top_k_weights)
+        ids, gates = top_k_index, top_k_weights
+        if ruled and layer.at == "experts":
+            ids, gates = layer.decide(ids, gates, hidden_states)
+        executor = layer.chosen.executor
+        if layer.learning and executor.name == Kernels.name and HOST not in vars(self):
+            executor = WHOLE
+        if layer.mean is None or executor.name == Kernels.name:  # the kernels add it themselves
+            found = executor(stock, self, hidden_states, ids, gates)
+            return rule.align(found, (ids == layer.mark).any(-1), layer.statistics) if layer.aligned else found
+        added = rule.stand_in(ids, gates, layer.mean)
+        ids, gates = torch.where(ids < 0, layer.mark, ids), torch.where(ids < 0, 0.0, gates)
+        found = executor(stock, self, hidden_states, ids, gates)
+        return (found.float() + added).to(found.dtype)
+
+    return forward
+
+
+for name, ruled in ((IMPLEMENTATION, True), (UNRULED, False)):
+    ExpertsInterface.register(name, _implementation(grouped_mm_experts_forward, ruled))
+    FP8ExpertsInterface.register(name, _implementation(fp8_grouped_mm_experts_forward, ruled))
+
+
+# ---- executors ------------------------------------------------------------------------------------------------------
+
+
+class Whole:
+    """transformers' own grouped product, with skipped slots behind its last group."""
+
+    name = "stock"
+
+    def __call__(self, stock: Stock, module: nn.Module, hidden: Tensor, ids: Tensor, gates: Tensor) -> Tensor:
+        return stock(module, hidden, ids, gates)
+
+
+class Compact:
+    """Kept slots alone through the stock function: on a CPU."""
+
+    name = "compact"
+
+    def __call__(self, stock: Stock, module: nn.Module, hidden: Tensor, ids: Tensor, gates: Tensor) -> Tensor:
+        return compact(stock, module, hidden, ids, gates, int(module.num_experts))  # type: ignore[arg-type]
+
+
+class Kernels:
+    """Our kernels, for layouts they know. Weights are read off the module at each call: it may have moved."""
+
+    name = "kernels"
+
+    def __init__(self, layout: Layout):
+        self.layout = layout
+
+    def __call__(self, stock: Stock, module: nn.Module, hidden: Tensor, ids: Tensor, gates: Tensor) -> Tensor:
+        from ...kernels.ops import run_experts
+
+        layout, gated = self.layout, self.layout.gated
+        return run_experts(
+            hidden, ids, gates, module.gate_up_proj if gated else module.up_proj, module.down_proj,
+            getattr(module, "gate_up_proj_bias" if gated else "up_proj_bias", None),
+            getattr(module, "down_proj_bias", None), gated, layout.interleaved, layout.transposed,
+            *layout.activation, **self._factors(module), **self._copies(module), mean=getattr(module, CHILD).mean,
+        )  # fmt: skip
+
+    def _factors(self, module: nn.Module) -> dict[str, Any]:
+        """What FP8 weights are multiplied by."""
+        if self.layout.block is None:
+            return {}
+        up = module.gate_up_proj_scale_inv if self.layout.gated else module.up_proj_scale_inv
+        rows, columns = self.layout.block
+        return {"s_in": up, "s_out": module.down_proj_scale_inv, "block_rows": rows, "block_columns": columns}
+
+    def _copies(self, module: nn.Module) -> dict[str, Any]:
+        """Experts beside the GPU, where the weights are in host memory."""
+        near = vars(module)[HOST].near if HOST in vars(module) else None
+        return {} if near is None else {"near_row": near.row, "near_in": near.w_in, "near_out": near.w_out}
+
+
+WHOLE = Whole()
+
+
+def choose_executor(module: nn.Module, device: torch.device, dispatch: Choice, path: str) -> Chosen:
+    """How one experts module runs: by kernels where a GPU and Triton are there and its structure is one they know."""
+    own = None if is_registered(module) else "its class is outside transformers' experts registry"
+    offers: dict[str, Offer] = {
+        "kernels": lambda: own or kernels_for(module, device, forced=dispatch == "kernels"),
+        "compact": lambda: own or ("the layer is not on a CPU" if device.type != "cpu" else Compact()),
+        "stock": Whole,
+    }
+    if HOST in vars(module):  # no other executor reads host memory
+        return choose({"kernels": offers["kernels"]}, wanted="kernels", where=path)
+    if dispatch == "torch":
+        del offers["kernels"]
+        return choose(offers, where=path)
+    return choose(offers, wanted=dispatch, where=path)
+
+
+def kernels_for(module: nn.Module, device: torch.device, forced: bool = False) -> Kernels | str:
+    """The kernels for this module on this device, or why not."""
+    interpreted = forced and os.environ.get("TRITON_INTERPRET") == "1"  # Triton's interpreter runs kernels on the CPU
+    if device.type != "cuda" and not interpreted:
+        return f"the layer is on {device.type}"
+    if why := foreign(device):
+        return why
+    found = layout_of(module)
+    if isinstance(found, str):
+        return found
+    if found.block and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
+        return "this GPU has no FP8"
+    return Kernels(found)
+
+
+def layout_of(module: nn.Module) -> Layout | str:
+    """How the kernels see the module's weights, or why they cannot run it."""
+    if why := without_triton():
+        return why
+    packed = [type(p).__name__ for p in module.parameters() if type(p) is not nn.Parameter]
+    if packed:  # such a tensor says it is bf16 and is not
+        return f"its weights are of type {packed[0]}"
+    from ...kernels.layout import Layout
+
+    return Layout.of(module)
+
+
+def on_gpu(module: nn.Module) -> str:
+    """Which executor an experts module gets on a GPU, and why; for modules without weights too."""
+    if not is_registered(module):
+        return "own loop: outside transformers' experts registry"
+    layout = layout_of(module)
+    return f"stock: {layout}" if isinstance(layout, str) else "kernels"

@@ -1,0 +1,258 @@
+"""What each token of a pass is: part of a prompt, generated, drafted, or padding.
+
+Hooks on the stack (the module that owns the decoder layers) see every pass, also one of `model.model(…)`. A token is
+placed by its index in the cache against the end of the prompt, which `generate` tells; a model called by hand tells less,
+and there an empty cache means a prompt and one token on a filled one a generated token. Nothing waits for the device.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ...decider.layer import refuse_pickling
+from ...decider.rows import PADDING, PHASES, Same, row_of
+from ...errors import IntegrationError
+from .again import Again
+from .turns import Turns
+
+PREFILL, DECODE, VERIFY = (row_of(phase) for phase in ("prefill", "decode", "verify"))
+PROMPTS = "ace_prompt_lengths"  # where a paged cache carries the prompt lengths of its requests
+
+
+class Telling(NamedTuple):
+    """What a caller knows of the passes it makes: where its prompt ends, each sequence's first real token, or all of it."""
+
+    prompt: Tensor | None = None  # []
+    start: Tensor | None = None  # [B]
+    row: int | None = None  # of every token
+    budgets: Tensor | None = None  # [B], the number of each sequence's budget
+    drafts: bool = False  # the model drafts for another one: what it reads was written, and is nothing it has to verify
+
+
+NOTHING = Telling()
+
+
+class Pass:
+    """One stack's running pass. Two threads take turns: the second waits until the first one's pass has ended."""
+
+    generating = True  # experts a prompt reads are counted where they were asked for
+
+    def __init__(self, runtime: Any, cached: bool):
+        self.runtime, self.cached = runtime, cached  # whether the stack takes a cache: an encoder does not
+        self.counting = True
+        self._told: dict[int, Telling] = {}  # by thread: two may generate at a time
+        self._latest = NOTHING  # what a compiled call reads, which does not know its thread
+        self._rows: Tensor | None = None  # [T] of the running pass
+        self._row: int | None = PREFILL  # the one row of all its tokens, where it is known
+        self._length = 0
+        self._kept = 0  # tokens of each sequence, where the last layers may get those alone whose logits are asked for
+        self._same = {row: Same(row) for row in (PREFILL, DECODE, VERIFY)}
+        self._turns, self.again = Turns(), Again(self)
+
+    def __deepcopy__(self, memo: Any) -> None:
+        """A copy of an attached model is a model without a plan."""
+
+    __reduce_ex__ = refuse_pickling
+
+    @property
+    def telling(self) -> Telling:
+        """What the caller in this thread has told."""
+        return self._told.get(threading.get_ident(), NOTHING)
+
+    def tell(self, telling: Telling) -> None:
+        self._told[threading.get_ident()] = self._latest = telling
+        if telling is NOTHING:
+            del self._told[threading.get_ident()]
+
+    # ---- what layers ask ----------------------------------------------------------------------------------------
+
+    def rows(self, tokens: int, device: torch.device) -> Tensor:
+        """[T] int8."""
+        rows = self._rows
+        if rows is not None and rows.shape[0] == tokens and (rows.device == device or self._row is None):
+            return rows if rows.device == device else rows.to(device)
+        if rows is not None and self._kept and tokens * self._length == len(rows) * self._kept:
+            return rows.view(-1, self._length)[:, -self._kept :].reshape(-1).to(device)
+        if self._row is None:
+            raise IntegrationError(
+                f"A layer got {tokens} tokens in a pass of {0 if rows is None else rows.shape[0]} that mixes prompts, generated "
+                "tokens or padding: what each of them is cannot be told. Please report the model."
+            )
+        return self._same[self._row].rows(tokens, device)
+
+    def length(self, tokens: int) -> int:
+        """Tokens of one sequence where `tokens` are whole sequences of this pass, else 0."""
+        return self._length if self._length and tokens % self._length == 0 else 0
+
+    # ---- hooks --------------------------------------------------------------------------------------------------
+
+    def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Before a pass of the stack."""
+        if getattr(module, "_is_replica", False):
+            raise IntegrationError(
+                "A plan cannot work in replicas of nn.DataParallel, which share its counters. Use one process for each GPU."
+            )
+        if not torch.compiler.is_compiling():
+            self._turns.take(module)
+            self.again.begin(module)
+        try:
+            self._look(_named(module, args, kwargs))
+        except BaseException:
+            self.end()
+            raise
+
+    def end(self, *_: Any) -> None:
+        """After a pass, also one that failed. With gradients on, a backward pass may run layers again: as before, uncounted."""
+        self.runtime.after_step()
+        again = torch.is_grad_enabled()
+        self.counting = not again
+        if not again:
+            self._rows, self._row, self._length, self._kept = None, PREFILL, 0, 0
+        if not torch.compiler.is_compiling():
+            self._turns.leave()
+
+    @property
+    def running(self) -> bool:
+        """Whether this thread is in a pass: a layer that runs outside of one runs again."""
+        return self._turns.mine
+
+    @property
+    def facts(self) -> tuple[Any, ...]:
+        """What the running pass is, for layers that will run again."""
+        return self._rows, self._row, self._length, self._kept
+
+    def recall(self, facts: tuple[Any, ...]) -> None:
+        """A backward pass runs a layer of an earlier pass again: as it was, uncounted."""
+        self._rows, self._row, self._length, self._kept = facts
+        self.counting = False
+
+    # ---- rows ---------------------------------------------------------------------------------------------------
+
+    def _look(self, inputs: dict[str, Any]) -> None:
+        self.counting, self._rows, self._row = True, None, None
+        given = next((x for n in ("input_ids", "inputs_embeds") if (x := inputs.get(n)) is not None), None)
+        if given is None:
+            self._row, self._length, self.runtime.padding_known = PREFILL, 0, False
+            return
+        batch, self._length = given.shape[:2]
+        asked = inputs.get("logits_to_keep")
+        self._kept = asked if isinstance(asked, int) and asked < self._length else 0
+        telling = self._latest if torch.compiler.is_compiling() else self.telling
+        if telling.row is not None:
+            self._all(telling.row, given)
+        elif inputs.get("cu_seq_lens_q") is not None:
+            self._length = 0
+            prompts = getattr(inputs.get("cache"), PROMPTS, None)
+            self._rows = packed(inputs["cu_seq_lens_q"], inputs.get("position_ids"), given, prompts)
+        else:
+            self._by_index(inputs, given, batch, telling)
+        if telling.budgets is not None:
+            self._own_budgets(telling.budgets, given)
+
+    def _by_index(self, inputs: dict[str, Any], given: Tensor, batch: int, telling: Telling) -> None:
+        cache = inputs.get("past_key_values") if self.cached else None
+        mask = inputs.get("attention_mask")
+        mask = mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
+        if telling.prompt is None or not self.cached:
+            row = by_hand(cache, self._length)
+            if mask is not None:
+                return self._masked(mask, torch.full_like(mask[:, -self._length :], row, dtype=torch.int8))
+            self.runtime.padding_known = False
+            return self._all(row, given)
+        index = torch.arange(self._length, device=given.device) + _cached(cache)
+        verifies = cache is not None and not telling.drafts
+        rows = placed(index, telling.prompt.to(given.device), verifies).expand(batch, -1)
+        if mask is not None:
+            return self._masked(mask, rows)
+        if telling.start is not None and batch % len(telling.start) == 0:
+            start = telling.start.to(given.device).repeat_interleave(batch // len(telling.start))
+            rows = torch.where(index < start.unsqueeze(-1), PADDING, rows)
+        self._rows = rows.to(torch.int8).reshape(-1)
+
+    def _all(self, row: int, given: Tensor) -> None:
+        """One row for all tokens: in a tensor that is there already, at one address, unless a compiler looks on."""
+        self._row, tokens = row, given.shape[0] * given.shape[1]
+        if torch.compiler.is_compiling():
+            self._rows = torch.full((tokens,), row, dtype=torch.int8, device=given.device)
+        else:
+            self._rows = self._same[row].rows(tokens, given.device)
+
+    def _own_budgets(self, budgets: Tensor, given: Tensor) -> None:
+        """Each sequence's tokens into the rows of its own budget; beams of a sequence share it."""
+        batch, rows = given.shape[0], self._rows
+        if rows is None or batch % len(budgets) or not self._length:
+            raise IntegrationError(
+                f"Budgets were given for {len(budgets)} sequences; this pass has {batch}, or packs them into one row."
+            )
+        shift = budgets.to(rows.device).repeat_interleave(batch // len(budgets) * self._length) * len(PHASES)
+        self._rows, self._row = torch.where(rows > PADDING, rows + shift, PADDING).to(torch.int8), None
+
+    def _masked(self, mask: Tensor, rows: Tensor) -> None:
+        real = mask[:, -self._length :] != 0
+        if real.shape == rows.shape:
+            rows = torch.where(real, rows, PADDING)
+        self._rows, self._row = rows.to(torch.int8).reshape(-1), None
+
+
+def by_hand(cache: Any, length: int) -> int:
+    """The row of a pass nobody explained: a prompt, or one generated token on a filled cache."""
+    filled = cache is not None and _filled(cache)
+    return DECODE if filled and length == 1 else PREFILL
+
+
+def _filled(cache: Any) -> bool:
+    """Whether a cache holds anything; a static one once it was written to, since its length is on the device."""
+    layers = getattr(getattr(cache, "self_attention_cache", cache), "layers", None) or ()
+    static = [layer for layer in layers if isinstance(getattr(layer, "cumulative_length", None), Tensor)]
+    if static:
+        return any(getattr(layer, "is_initialized", False) for layer in static)
+    length = _cached(cache)
+    return isinstance(length, Tensor) or length > 0
+
+
+def _cached(cache: Any) -> int | Tensor:
+    """Tokens in the cache: a number, or a tensor on the device where it is static."""
+    if cache is None:
+        return 0
+    cache = getattr(cache, "self_attention_cache", cache)
+    for layer in getattr(cache, "layers", None) or ():
+        length = getattr(layer, "cumulative_length", None)
+        if isinstance(length, Tensor) and layer.is_initialized and not getattr(layer, "is_sliding", False):
+            return length
+    return cache.get_seq_length() if hasattr(cache, "get_seq_length") else 0
+
+
+def placed(index: Tensor, prompt: Tensor, verifies: bool) -> Tensor:
+    """The row of tokens at these places in the cache, [q]: prompt, else decode, and verify behind a pass's first token."""
+    generated = torch.full_like(index, DECODE)
+    if verifies and len(index) > 1:
+        generated[1:] = VERIFY
+    return torch.where(index < prompt, PREFILL, generated)
+
+
+def packed(ends: Tensor, positions: Tensor | None, given: Tensor, prompts: Tensor | None) -> Tensor:
+    """Rows of sequences laid one behind the other, [T]: `ends` [n + 1] are their cumulative lengths, `prompts` [≥ n] theirs.
+
+    Without prompt lengths a sequence of one token whose position is not 0 is a generated token.
+    """
+    tokens = given.shape[0] * given.shape[1]
+    place = torch.arange(tokens, device=given.device)
+    ends = ends.to(given.device)
+    sequence = torch.searchsorted(ends[1:].contiguous(), place, right=True).clamp(max=len(ends) - 2)
+    position = place - ends[sequence] if positions is None else positions.reshape(-1)[:tokens]
+    alone = (ends[1:] - ends[:-1])[sequence] == 1
+    prefill = position < prompts[sequence] if prompts is not None else ~alone | (position == 0)
+    rows = torch.where(prefill, PREFILL, DECODE)
+    return torch.where(place < ends[-1], rows, PADDING).to(torch.int8)
+
+
+def _named(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    if not args:
+        return kwargs
+    names = list(inspect.signature(module.forward).parameters)
+    return {**dict(zip(names, args, strict=False)), **kwargs}

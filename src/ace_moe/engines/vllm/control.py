@@ -1,0 +1,136 @@
+"""Steering and watching a running engine: RPCs of every worker, and how their answers become one report."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+from ...decider import Part, merge
+from ...decider.settings import Skip
+from ...errors import AceError, OptionError
+from .skipping import Skipping, find
+
+OFF = "Skipping is not configured in this server. Start it with `ace serve`, or with an `ace` part in --additional-config."
+ASLEEP = "The engine sleeps: wake it up first, then change what it skips."
+NOTICES = "notices"  # in a reply: what a budget is that was asked for, such as interpolated
+Reply = dict[str, Any]
+
+
+class AceWorker:
+    """vLLM mixes this into its workers (`--worker-extension-cls`); each method is a `collective_rpc`.
+
+    An error comes back as a value: raised in a worker, it would look like a broken engine.
+    """
+
+    vllm_config: Any
+
+    def ace_report(self) -> Reply:
+        skipping = find(self.vllm_config)
+        return {"error": OFF} if skipping is None else skipping.part(**_place(self.vllm_config)).to_json()
+
+    def ace_set(
+        self,
+        skip: Skip | None = None,
+        threshold: float | list[float] | None = None,
+        restore: bool | None = None,
+        reset: bool = False,
+        workload: str | None = None,
+    ) -> Reply:
+        """All of it or nothing: counters are reset once the budget is known to be one. Notices come with the reply."""
+        skipping = find(self.vllm_config)
+        if skipping is None or skipping.asleep is not None:
+            return {"error": OFF if skipping is None else ASLEEP}
+        try:
+            with warnings.catch_warnings(record=True) as noted:
+                warnings.simplefilter("always")
+                _set(skipping, skip, threshold, restore, workload)
+        except AceError as error:
+            return {"error": str(error)}
+        if reset:
+            skipping.reset()
+        return {**self.ace_report(), NOTICES: list(dict.fromkeys(str(note.message) for note in noted))}
+
+    def ace_reset(self) -> Reply:
+        skipping = find(self.vllm_config)
+        if skipping is None or skipping.asleep is not None:
+            return {"error": OFF if skipping is None else ASLEEP}
+        skipping.reset()
+        return self.ace_report()
+
+
+def _set(
+    skipping: Skipping,
+    skip: Skip | None,
+    threshold: float | list[float] | None,
+    restore: bool | None,
+    workload: str | None,
+) -> None:
+    """All of it or nothing."""
+    if (skip is None) == (threshold is None) and (restore is None or skip is not None):
+        raise OptionError('Give either a budget ("skip") or a threshold, not both and not none.')
+    before = skipping.runtime.state.restores
+    if restore is not None:
+        skipping.set_restore(restore)
+    try:
+        if skip is not None:
+            skipping.set_skip(skip, workload)
+        elif threshold is not None:
+            skipping.set_threshold(threshold)
+    except AceError:
+        skipping.set_restore(before)
+        raise
+
+
+def _place(vllm_config: Any) -> dict[str, int]:
+    """Where this worker stands: ranks that see the same tokens count the same slots."""
+    parallel = vllm_config.parallel_config
+    tensor = parallel.tensor_parallel_size
+    return {"tensor_rank": parallel.rank % tensor, "data_rank": parallel.data_parallel_rank}
+
+
+def together(replies: Any) -> Reply:
+    """One report from the replies of all workers, with what they have to say about it."""
+    notices = [note for reply in replies for note in reply.get(NOTICES, ())]
+    report = merge(_parts(replies))
+    return {**report, NOTICES: list(dict.fromkeys(notices))} if notices else report
+
+
+def by_engine(replies: Any) -> dict[str, Reply]:
+    """A report for each engine of a data-parallel server, under the number vLLM's metrics have for it."""
+    parts = _parts(replies)
+    ranks = sorted({part.data_rank for part in parts})
+    return {str(rank): merge([part for part in parts if part.data_rank == rank]) for rank in ranks}
+
+
+def _parts(replies: Any) -> list[Part]:
+    return [Part.from_json({k: v for k, v in reply.items() if k != NOTICES}) for reply in replies]
+
+
+# ---- the offline engine -----------------------------------------------------------------------------------------
+
+
+def report(llm: Any) -> Reply:
+    """What an offline `vllm.LLM` skipped since the last reset."""
+    return together(llm.collective_rpc("ace_report"))
+
+
+def set_skip(llm: Any, skip: Skip) -> Reply:
+    """Another budget for an offline `vllm.LLM`, at once."""
+    return _change(llm, skip=skip)
+
+
+def set_threshold(llm: Any, threshold: float | list[float]) -> Reply:
+    return _change(llm, threshold=threshold)
+
+
+def set_restore(llm: Any, on: bool) -> Reply:
+    """Restore slots whose expert is read anyway, or no longer."""
+    return _change(llm, restore=on)
+
+
+def _change(llm: Any, **wanted: Any) -> Reply:
+    return together(llm.collective_rpc("ace_set", kwargs=wanted))
+
+
+def reset(llm: Any) -> None:
+    together(llm.collective_rpc("ace_reset"))

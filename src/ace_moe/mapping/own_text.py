@@ -1,0 +1,162 @@
+"""A text for a model that comes with none: the unskipped model writes its own.
+
+Several short samples, because one long can fall into a rut. A chat model writes both parts of a conversation.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from .. import progress
+from ..checkpoint.loading import load_tokenizer, load_windows
+from ..errors import TextError, no_numbers
+from ..plan import OWN
+from ..scoring.predictions import predicts
+from ..text import Text, Windows, windows_of
+
+SAMPLES, LENGTH, SEED = 8, 256, 0
+LONGEST_TURN = 64  # tokens of a user's turn, so that most of a sample is answer
+MIXED = "mixed"
+MARK = "ACEMARK"
+
+
+@dataclass(frozen=True)
+class Turns:
+    """What stands around a user's turn, as tokens: a plain text has no turns, and begins with `before`."""
+
+    before: list[int]
+    between: list[int]
+    ends: frozenset[int]
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, tokenizer: Any) -> Turns:
+        return cls._of_template(model, tokenizer) or cls([first_token(model, tokenizer)], [], frozenset())
+
+    @classmethod
+    def _of_template(cls, model: PreTrainedModel, tokenizer: Any) -> Turns | None:
+        """From the chat template, if there is one that shows what the user said as it was said."""
+        if not getattr(tokenizer, "chat_template", None):
+            return None
+        user = [{"role": "user", "content": MARK}]
+        try:
+            parts = tokenizer.apply_chat_template(user, tokenize=False, add_generation_prompt=True).split(MARK)
+            before, between = (tokenizer(part, add_special_tokens=False)["input_ids"] for part in parts)
+        except Exception:  # templates are programs: what one raises has no common class
+            return None
+        if not before or not between:
+            return None
+        return cls(before, between, frozenset([between[0], *_ids(_facts(model, "eos_token_id"))]))
+
+
+def first_token(model: PreTrainedModel, tokenizer: Any = None) -> int:
+    """What a text begins with: the model's first token, else the one that ends the text before it."""
+    for name in ("bos_token_id", "eos_token_id"):
+        known = (getattr(tokenizer, name, None), *_facts(model, name))
+        if found := _ids(known):
+            return found[0]
+    raise TextError(
+        "The model names no token to begin a text with, so it cannot write its own. Give a text: --text FILE."
+    )
+
+
+def _facts(model: PreTrainedModel, name: str) -> list[Any]:
+    """What generation and text configuration say."""
+    return [getattr(c, name, None) for c in (model.generation_config, model.config.get_text_config())]
+
+
+def _ids(found: Sequence[Any]) -> list[int]:
+    """Single ids and lists of them, one after the other."""
+    flat = [i for value in found for i in (value if isinstance(value, list | tuple) else [value])]
+    return [i for i in flat if isinstance(i, int) and i >= 0]
+
+
+class Writer:
+    """One sample as it grows: what must come next stands in `forced`, else the model's choice is taken."""
+
+    def __init__(self, turns: Turns):
+        self.turns, self.forced = turns, deque(turns.before)
+        self.asks, self.length = bool(turns.between), 0
+
+    def take(self, choice: int) -> int:
+        """The next token, where the model chose `choice`."""
+        if self.forced:
+            return self.forced.popleft()
+        self.length += 1
+        ended = choice in self.turns.ends or (self.asks and self.length > LONGEST_TURN)
+        if not self.turns.between or not ended:
+            return choice
+        self.forced.extend(self.turns.between if self.asks else [choice, *self.turns.before])
+        self.asks, self.length = not self.asks, 0
+        return self.forced.popleft()
+
+
+def text_for(
+    model: PreTrainedModel,
+    source: str | Path,
+    text: str | Path | Text | None,
+    window: int = 1024,
+    tokens: int = 65536,
+    tokenizer: Any = None,
+) -> Windows:
+    """Windows of the text, or of the model's own where none is given; `source` is where the tokenizer comes from."""
+    if text is not None:
+        if tokenizer is None and not str(source).strip("."):  # a model that was made, not loaded
+            raise TextError(
+                "The model does not say where its tokenizer is. Give it: ACE.from_pretrained(…, tokenizer=…)."
+            )
+        return load_windows(model, tokenizer or load_tokenizer(source), text, window, tokens)
+    with suppress(TextError):  # it is asked for a chat template alone
+        tokenizer = tokenizer or load_tokenizer(source)
+    return own_windows(model, tokenizer)
+
+
+def texts_for(
+    model: PreTrainedModel, source: str | Path, texts: Sequence[Path], window: int = 1024, tokens: int = 65536
+) -> list[Windows]:
+    """Each text, and behind several all of them together, in which each counts by its tokens."""
+    found = [text_for(model, source, text, window, tokens) for text in texts or (None,)]
+    return found if len(found) == 1 else [*found, windows_of(torch.cat([w.ids for w in found]), MIXED)]
+
+
+def own_windows(
+    model: PreTrainedModel, tokenizer: Any = None, samples: int = SAMPLES, length: int = LENGTH, seed: int = SEED
+) -> Windows:
+    """Windows [samples, length] that the model samples at temperature 1 from its first token, each by itself."""
+    if not predicts(model):
+        raise TextError("The model predicts no tokens, so it cannot write its own text. Give one: --text FILE.")
+    turns = Turns.of(model, tokenizer)
+    return windows_of(_sample(model, [Writer(turns) for _ in range(samples)], length, seed), OWN)
+
+
+@torch.no_grad()  # what comes out is an ordinary tensor, as a text's windows are
+def _sample(model: PreTrainedModel, writers: Sequence[Writer], length: int, seed: int) -> Tensor:
+    """[samples, length]. Choices are drawn on the CPU, so that a seed means the same on every device."""
+    chance = torch.Generator().manual_seed(seed)
+    ids = torch.tensor([[writer.take(0)] for writer in writers])
+    cache: Any = None
+    with progress.task("own text", length, done=1) as task:
+        while ids.shape[1] < length:
+            new = ids if cache is None else ids[:, -1:]
+            out = model(input_ids=new.to(model.device), past_key_values=cache, use_cache=True)
+            cache = getattr(out, "past_key_values", None)  # without one, everything is read again
+            chosen = _draw(out.logits[:, -1], chance)
+            ids = torch.cat([ids, torch.tensor([[w.take(c)] for w, c in zip(writers, chosen, strict=True)])], 1)
+            task.advance()
+    return ids
+
+
+def _draw(logits: Tensor, chance: torch.Generator) -> list[int]:
+    """logits [B, V] → one token for each row."""
+    likely = logits.float().softmax(-1).cpu()
+    if not likely.isfinite().all():
+        raise no_numbers("logits")
+    return torch.multinomial(likely, 1, generator=chance).squeeze(1).tolist()

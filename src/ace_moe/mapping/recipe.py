@@ -1,0 +1,203 @@
+"""The one recipe for mapping budgets: tables and calibration that lack → one dense pass → corrections or search → entries.
+
+Everyone who maps calls it: `ACE`, `ace budget`, `ace serve --text`, the demo, comparisons.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+
+from transformers import PreTrainedModel
+
+from .. import progress
+from ..checkpoint import MoEModel
+from ..decider.settings import check_budget
+from ..errors import BudgetError
+from ..plan import Plan, Threshold
+from ..policies import PRESETS, Policy
+from ..scoring.predictions import predicts
+from ..tables.build import add_tables
+from ..text import Windows, windows_of
+from . import fit as mapping
+from .aligned import with_statistics
+from .curves import curve_of
+from .fit import Dense, Fit
+from .passes import Passes, Run, attached, judge, read_through
+from .unfinished import Partial
+
+COARSE = 5e-3  # a quantile further than this from its budget lies on a step
+SEARCHED = 2e-3  # how close a search comes to a budget before it ends
+MOST_STEPS = 10
+MOST_CORRECTIONS = 6
+CALIBRATED_ON = 8  # windows
+Save = Callable[[Plan], object]
+
+
+# ---- what a policy needs ----------------------------------------------------------------------------------------------
+
+
+def calibrate(plan: Plan, policy: Policy, model: PreTrainedModel, windows: Windows | None) -> Plan:
+    """The plan with the policy's calibration on this model and text, made again if it is there already."""
+    if not policy.calibrated:
+        return plan
+    plan.check_model(MoEModel.of(model).fingerprint())
+    text = asdict(windows.workload) if windows is not None else None
+    return plan.with_tables(policy.calibrate(model, windows), {"params": policy.params, "workload": text})
+
+
+def calibration_part(windows: Windows) -> Windows:
+    """The first windows of a text: the cited methods use few samples, and some take a pass for every layer or expert."""
+    return windows_of(windows.ids[:CALIBRATED_ON], windows.workload.name)
+
+
+def prepare(plan: Plan, policy: Policy, model: PreTrainedModel, windows: Windows | None) -> Plan:
+    """The plan with everything the policy needs: what it lacks is computed or calibrated, the rest is left alone."""
+    plan = add_tables(plan, policy.tables, model)
+    return calibrate(plan, policy, model, windows) if plan.lacks(policy.tables) else plan
+
+
+# ---- mapping ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Mapped:
+    """What mapping left: the plan, its entries and fits for the budgets that were asked, and the passes."""
+
+    plan: Plan
+    fits: list[Fit]
+    passes: Passes
+
+    @property
+    def entries(self) -> list[Threshold]:
+        of = {t.budget: t for t in self.plan.thresholds if _of(t, self.passes.policy, self.passes.windows)}
+        return [of[fit.budget] for fit in self.fits]
+
+
+def map_budgets(
+    model: PreTrainedModel,
+    plan: Plan,
+    policy: Policy,
+    windows: Windows,
+    budgets: Sequence[object],
+    *,
+    batch: int = 1,
+    correct: bool | None = None,
+    again: bool = False,
+    run: Run = read_through,
+    judged: bool = False,
+    save: Save = lambda plan: None,
+    partial: Partial | None = None,
+) -> Mapped:
+    """τ for each budget on this text, into the plan; `save` gets the plan after each, so that a stopped run goes on.
+
+    `correct`: move τ until the skipped model itself realises the budget; by default for all but the paper's method,
+    which has no such step. `judged`: entries also say what their threshold does to predictions. Budgets that the plan has
+    for these settings and this text are not mapped `again`.
+    """
+    wanted = list(dict.fromkeys(check_budget(b, plan.top_k, policy.min_active) for b in budgets))
+    correct = policy != PRESETS["paper"] if correct is None else correct
+    plan = prepare(plan, policy, model, calibration_part(windows))
+    known = {} if again else {b: f for b in wanted if (f := known_fit(plan, policy, windows, b, correct)) is not None}
+    with attached(model, plan, policy) as runtime, partial or nullcontext():
+        passes, fits = Passes(runtime, model, windows, batch, run), dict(known)
+        todo = [b for b in wanted if b not in known]
+        plan, dense = _dense(passes, plan, partial, again)
+        with progress.task("budgets", len(todo)) as task:
+            for budget in todo:
+                fits[budget] = fit_budgets(passes, [budget], correct=correct, dense=dense)[0]
+                plan = plan.with_thresholds(entries([fits[budget]], policy, windows))
+                found = passes.statistics(fits[budget].threshold)
+                plan = with_statistics(plan, policy, windows, budget, found) if found else plan
+                save(plan)
+                task.advance()
+    if judged:
+        plan = _judged(passes, plan, [fits[b] for b in wanted])
+    return Mapped(plan, [fits[b] for b in wanted], passes)
+
+
+def _judged(passes: Passes, plan: Plan, fits: Sequence[Fit]) -> Plan:
+    """The entries with what their thresholds do to the model's predictions, where that is not known yet."""
+    model, policy, windows = passes.model, passes.policy, passes.windows
+    known = {t.budget for t in plan.thresholds if t.fidelity and _of(t, policy, windows)}
+    todo = [fit for fit in fits if fit.budget not in known]
+    if not todo or not predicts(model):
+        return plan
+    found = judge(model, plan, policy, windows, [fit.threshold for fit in todo], passes.batch)
+    made = [replace(t, fidelity=f) for t, f in zip(entries(todo, policy, windows), found, strict=True)]
+    return plan.with_thresholds(made)
+
+
+def _of(entry: Threshold, policy: Policy, windows: Windows) -> bool:
+    """Whether an entry is of these settings and this text."""
+    same = entry.fits(policy.settings) and entry.workload.sha256 == windows.workload.sha256
+    return same and entry.phase == "both"
+
+
+def _dense(passes: Passes, plan: Plan, partial: Partial | None, again: bool) -> tuple[Plan, Dense | None]:
+    """What the unskipped model says of every budget: the histogram of a run that was stopped, else the plan's curve, else by
+    a pass; and the plan with the curve of it."""
+    policy, workload = passes.policy, passes.windows.workload
+    if policy.mapping != "quantile":
+        return plan, None
+    known = None if again else plan.curve(policy.settings, workload.sha256)
+    found = None if partial is None else partial.load(passes)
+    if found is None and known is not None:
+        return plan, known
+    if found is None:
+        found = passes(0.0)
+        if partial is not None:
+            partial.save(passes, found)
+    return plan.with_curve(curve_of(found, policy, workload)), found
+
+
+def known_fit(plan: Plan, policy: Policy, windows: Windows, budget: float, correct: bool) -> Fit | None:
+    """What an earlier run found for this budget, settings and text."""
+    corrected = correct or policy.mapping == "search"
+    for t in plan.thresholds:
+        if _of(t, policy, windows) and t.corrected == corrected and abs(t.budget - budget) < 1e-9:
+            return Fit(t.budget, t.threshold, t.realised, t.passes, t.corrected)
+    return None
+
+
+def fit_budgets(
+    passes: Passes, budgets: Sequence[float], *, correct: bool = True, dense: Dense | None = None
+) -> list[Fit]:
+    """One dense pass maps every budget; then, if asked, correction passes of the skipped model for each.
+
+    Policies without contributions are searched instead, with a pass of the skipped model at each step.
+    """
+    if passes.policy.mapping == "search":
+        return search_budgets(passes, budgets)
+    fits = mapping.quantile_fits(dense if dense is not None else passes(0.0), budgets)
+    if not correct:
+        return fits
+    # slots of equal contribution cannot be split: such a budget is measured once, no correction brings it closer
+    most = [1 if abs(fit.realised - fit.budget) > COARSE else MOST_CORRECTIONS for fit in fits]
+    return [mapping.correct(passes, fit, max_passes=n) for fit, n in zip(fits, most, strict=True)]
+
+
+def search_budgets(passes: Passes, budgets: Sequence[float]) -> list[Fit]:
+    """Binary search for each budget; a pass at a threshold that was tried before is not made again."""
+    realised = cache(lambda tau: passes(tau).ratio(tau) if tau else 0.0)
+    fits = []
+    for wanted in budgets:
+        before, most = passes.count, realised(1.0)
+        if wanted > most + SEARCHED:
+            raise BudgetError(
+                f"A budget of {wanted:.1%} cannot be met by policy {passes.policy.key!r}: on this text it skips at most "
+                f"{most:.1%} of the slots, because {passes.policy.limits}."
+            )
+        if abs(realised(wanted) - wanted) <= SEARCHED:  # some knobs are the ratio itself
+            fit = Fit(wanted, wanted, realised(wanted), 0, corrected=True)
+        else:
+            fit = mapping.bisect(realised, wanted, SEARCHED, MOST_STEPS)
+        fits.append(replace(fit, passes=passes.count - before))
+    return fits
+
+
+def entries(fits: Sequence[Fit], policy: Policy, windows: Windows) -> list[Threshold]:
+    """Fits as a plan keeps them."""
+    return [Threshold(**policy.settings, **vars(fit), workload=windows.workload) for fit in fits]

@@ -1,0 +1,1 @@
+"""Windows of text in; KL, agreement, perplexity and their intervals out."""

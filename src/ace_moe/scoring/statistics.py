@@ -1,0 +1,185 @@
+"""How sure a number is: bootstrap intervals over windows or questions, paired differences, correlations.
+
+One bootstrap sample draws as many windows as there are, with replacement. All samples are drawn at once, as counts, so
+that a statistic of every sample is one matrix product. Comparisons are paired: both sides see the same draws, and what
+makes a window hard for both cancels.
+
+Percentile intervals of few windows are too narrow. The quantile levels are widened as a t interval would be
+(Hesterberg, 2015, "expanded percentile"): at 4 windows the interval spans nearly all of them, at 100 it hardly changes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import NormalDist
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ..errors import ResultError
+
+if TYPE_CHECKING:
+    from .predictions import Score
+
+DRAWS, LEVEL = 4000, 0.95
+FEWEST = 8  # windows for an interval of KL and its kin, which differ more than losses do; perplexity takes two
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A statistic and the bounds it is within at the given level; none where there are too few windows to tell."""
+
+    value: float
+    low: float | None
+    high: float | None
+
+
+@dataclass(frozen=True)
+class Difference(Interval):
+    """p: the share of random sign flips of the windows' or questions' differences that give one as large."""
+
+    p: float
+
+
+def draws(count: int, samples: int = DRAWS, seed: int = 0) -> Tensor:
+    """How often each of `count` things is in each bootstrap sample, [samples, count]."""
+    generator = torch.Generator().manual_seed(seed)
+    picked = torch.randint(count, (samples, count), generator=generator)
+    return torch.zeros(samples, count, dtype=torch.float64).scatter_add_(1, picked, torch.ones_like(picked).double())
+
+
+def means(values: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
+    """Σ values / Σ weights in each sample: values [N] or [N, M], weights [N], counts [B, N] → [B] or [B, M]."""
+    total = counts @ weights
+    return (counts @ values) / (total if values.dim() == 1 else total.unsqueeze(-1))
+
+
+def mean_interval(values: Sequence[float] | Tensor, *, samples: int = DRAWS, seed: int = 0) -> Interval:
+    """The mean of one number per question, such as 1 for a right answer."""
+    x = _column(values)
+    return _interval(float(x.mean()), lambda counts: means(x, torch.ones_like(x), counts), len(x), 1, samples, seed)
+
+
+def perplexity_interval(score: Score) -> Interval:
+    """Perplexity over windows; a window counts by its predicted tokens."""
+    nll, weights = _column(score.nll), _column(score.by_window)
+    return _interval(score.perplexity, lambda counts: means(nll, weights, counts).exp(), len(nll), 2)
+
+
+def token_interval(sums: Sequence[float], weights: Sequence[int]) -> Interval:
+    """The mean over tokens of what was summed over the tokens of each window, such as KL."""
+    x, w = _column(sums), _column(_paired(sums, weights))
+    return _interval(float(x.sum() / w.sum()), lambda counts: means(x, w, counts), len(x), FEWEST)
+
+
+def relative_change(sums: Sequence[float], rival: Sequence[float]) -> Interval:
+    """Σ of the first over Σ of the second on the same windows, minus 1: −0.2 is a fifth less."""
+    x, y = _column(sums), _column(_paired(sums, rival))
+    value = float(x.sum() / y.sum().clamp(min=1e-30)) - 1
+    return _interval(value, lambda counts: (counts @ x) / (counts @ y).clamp(min=1e-30) - 1, len(x), FEWEST)
+
+
+def mean_difference(values: Sequence[float], rival: Sequence[float], *, samples: int = DRAWS) -> Difference:
+    """Mean of the first minus mean of the second on the same questions."""
+    x = _column(values) - _column(_paired(values, rival))
+    return Difference(**vars(mean_interval(x, samples=samples)), p=sign_flip_p(x))
+
+
+def perplexity_change(score: Score, rival: Score) -> Difference:
+    """Perplexity relative to the rival's on the same windows, minus 1: 0.05 is five per cent worse."""
+    _paired(score.nll, rival.nll)
+    first, second = ((_column(s.nll), _column(s.by_window)) for s in (score, rival))
+    each, value = first[0] - second[0], score.perplexity / rival.perplexity - 1
+    found = _interval(value, lambda counts: (means(*first, counts) - means(*second, counts)).expm1(), len(each), 2)
+    return Difference(**vars(found), p=sign_flip_p(each))
+
+
+def _column(values: Sequence[float] | Tensor) -> Tensor:
+    if not len(values):
+        raise ResultError("There is nothing to take statistics of. Evaluate at least one window or question.")
+    return torch.as_tensor(values, dtype=torch.float64)
+
+
+def _paired(values: Sequence[float], rival: Sequence[float]) -> Sequence[float]:
+    if len(values) != len(rival):
+        raise ResultError(
+            f"{len(values)} and {len(rival)} windows or questions cannot be paired. Evaluate both on the same text."
+        )
+    return rival
+
+
+# ---- quantiles --------------------------------------------------------------------------------------------------------
+
+
+def _interval(
+    value: float, of: Callable[[Tensor], Tensor], count: int, fewest: int, samples: int = DRAWS, seed: int = 0
+) -> Interval:
+    """`of` gives the statistic of every sample [B] from its counts [B, N]."""
+    if count < fewest:
+        return Interval(value, None, None)
+    sampled, tail = of(draws(count, samples, seed)), expanded_tail((1 - LEVEL) / 2, count)
+    low, high = torch.quantile(sampled, torch.tensor([tail, 1 - tail], dtype=sampled.dtype)).tolist()
+    return Interval(value, min(low, value), max(high, value))  # of one window the bounds are the value itself
+
+
+def said(interval: Interval, form: str = "{:.2f}", between: str = " – ") -> str:
+    """The bounds in words, or that there are none."""
+    if interval.low is None or interval.high is None:
+        return "no interval: too few windows"
+    return f"95 % interval {form.format(interval.low)}{between}{form.format(interval.high)}"
+
+
+def sign_flip_p(each: Tensor, samples: int = DRAWS, seed: int = 0) -> float:
+    """Two-sided p of paired differences [N] under "either side could have been the other"; of 4 windows at least 1/8."""
+    generator = torch.Generator().manual_seed(seed)
+    signs = torch.randint(2, (samples, len(each)), generator=generator).double() * 2 - 1
+    as_large = (signs @ each).abs() >= each.sum().abs() * (1 - 1e-12)
+    return (1 + int(as_large.sum())) / (1 + samples)
+
+
+def expanded_tail(tail: float, count: int) -> float:
+    """The tail to cut from a bootstrap of `count` things so that the interval is as wide as Student's."""
+    if count < 2:
+        return 0.0
+    return NormalDist().cdf(-math.sqrt(count / (count - 1)) * t_quantile(1 - tail, count - 1))
+
+
+def t_quantile(probability: float, freedom: int) -> float:
+    """Student's quantile by its expansion around the normal one (Abramowitz and Stegun 26.7.5); 1 and 2 exactly."""
+    if freedom == 1:
+        return math.tan(math.pi * (probability - 0.5))
+    if freedom == 2:
+        return (2 * probability - 1) / math.sqrt(2 * probability * (1 - probability))
+    z = NormalDist().inv_cdf(probability)
+    terms = (
+        (z**3 + z) / 4,
+        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
+        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
+        (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
+    )
+    return z + sum(term / freedom**power for power, term in enumerate(terms, start=1))
+
+
+# ---- correlation --------------------------------------------------------------------------------------------------
+
+
+def pearson(x: Tensor, y: Tensor) -> float:
+    """Linear correlation of two vectors [N]; 0 where one of them is constant."""
+    x, y = x.double() - x.double().mean(), y.double() - y.double().mean()
+    scale = float(x.norm() * y.norm())
+    return float(x @ y) / scale if scale > 0 else 0.0
+
+
+def ranks(x: Tensor) -> Tensor:
+    """Ranks [N] from 0; equal values share the mean of theirs."""
+    _, group, size = torch.unique(x, return_inverse=True, return_counts=True)
+    last = size.cumsum(0).double()
+    return (last - (size.double() + 1) / 2)[group]
+
+
+def spearman(x: Tensor, y: Tensor) -> float:
+    """Correlation of ranks: how well one orders the other."""
+    return pearson(ranks(x), ranks(y))
