@@ -12,10 +12,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from .budget import check_budget
 from .checkpoint import MoEModel
 from .decider import Runtime, merge
 from .decider.rows import BUDGETS, Budget
-from .decider.settings import Skip, alignment, by_phase, check_budget, check_tables, check_threshold, plain, policy_for
+from .decider.settings import Skip, alignment, by_phase, check_tables, check_threshold, plain, policy_for
 from .decider.tracking import Control, check_control, look_up
 from .engines.transformers import Attachment, base_of
 from .engines.transformers.attachment import CHANGING

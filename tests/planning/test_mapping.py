@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ace_moe import ACE
-from ace_moe.decider.settings import check_budget
+from ace_moe.budget import check_budget
 from ace_moe.errors import BudgetError
 from ace_moe.mapping import Passes, fit_budgets
 from ace_moe.mapping.fit import BINS, Fit, Histogram, correct, quantile_fits, search

@@ -172,16 +172,16 @@ class Bars:
 
 def parse_budgets(text: str) -> list[float]:
     """ "0.1:0.6:0.1" (from : to : step) or "0.1,0.5"."""
-    from ..decider.settings import check_fraction
+    from ..budget import fraction
 
     try:
         if ":" not in text:
-            return [check_fraction(float(part)) for part in text.split(",")]
+            return [fraction(float(part)) for part in text.split(",")]
         start, stop, step = (float(part) for part in text.split(":"))
         count = math.floor((stop - start) / step + 1e-6) + 1
         if not 1 <= count <= MOST_BUDGETS:
             raise ValueError
-        return [check_fraction(round(start + i * step, 9)) for i in range(count)]
+        return [fraction(round(start + i * step, 9)) for i in range(count)]
     except (ValueError, ArithmeticError):
         raise BudgetError(
             f"Budgets are fractions such as 0.5, 0.1,0.3 or 0.1:0.6:0.1 (from : to : step); {text!r} is not."
@@ -190,9 +190,9 @@ def parse_budgets(text: str) -> list[float]:
 
 def reachable(text: str, usual: str, top_k: int, min_active: int = 1) -> list[float]:
     """Budgets as typed, each checked; of the usual ones, which nobody typed, those that the model has slots for."""
-    from ..decider.settings import check_budget, most
+    from ..budget import check_budget, largest
 
-    wanted, limit = parse_budgets(text), most(top_k, min_active)
+    wanted, limit = parse_budgets(text), largest(top_k, min_active)
     if text == usual and 0 < limit < max(wanted):
         note(f"budgets above {limit:.1%} are left out: a token has {top_k} slots here and keeps {min_active}")
         wanted = [b for b in wanted if b <= limit]

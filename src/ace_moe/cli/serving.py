@@ -137,8 +137,9 @@ def find_plan(
 
 def map_missing(model: str, settings: Any, text: Path | None, load: Callable[[str], Any] | None = None) -> str | None:
     """Thresholds for the budgets that the plan has none for, as `ace budget` maps them; the name of the text to take."""
+    from ..budget import check_budget
     from ..checkpoint.loading import load_model
-    from ..decider.settings import by_phase, check_budget
+    from ..decider.settings import by_phase
     from ..engines.vllm.settings import check_content
     from ..mapping import map_budgets, text_for
     from ..plan import Plan, labels, update

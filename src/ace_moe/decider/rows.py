@@ -6,13 +6,13 @@ generated, or drafted and not yet accepted), never the width of the pass that co
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-Phase = Literal["prefill", "decode", "verify"]
-PHASES: tuple[Phase, ...] = ("prefill", "decode", "verify")
+from ..budget import PHASES, Phase
+
 PADDING = 0
 BUDGETS = 16  # the engine's own, and those of requests or sequences
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Mapping
 from dataclasses import replace
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..budget import check_budget
 from ..errors import BudgetError, PlanError, PolicyError
 from ..plan import Answer, Plan, missing_table
 from ..plan.shapes import aligned_tables
@@ -129,32 +129,6 @@ def by_phase(skip: Skip) -> dict[str, float]:
     return {phase: skip.get(phase, skip["decode"]) for phase in PHASES}
 
 
-def check_fraction(budget: object) -> float:
-    """A budget as a number, whatever the model."""
-    try:
-        value = number(budget)
-    except (TypeError, ValueError, OverflowError):
-        raise BudgetError(
-            f"A budget is the fraction of routed slots to skip, such as 0.5; {budget!r} is no number."
-        ) from None
-    if not math.isfinite(value) or not 0 <= value < 1:
-        raise BudgetError(
-            f"A budget is a fraction from 0 to less than 1 of the routed slots, such as 0.5; not {budget!r}."
-        )
-    return value
-
-
-def check_budget(budget: object, top_k: int, min_active: int = 1) -> float:
-    """A budget as a number the rule can meet, or an error that names the limit."""
-    value, limit = check_fraction(budget), most(top_k, min_active)
-    if value > limit:
-        raise BudgetError(
-            f"A budget of {value:.1%} cannot be met: with {top_k} slots a token and {min_active} always kept, at most "
-            f"{limit:.1%} can be skipped. Lower the budget or min_active."
-        )
-    return value
-
-
 def number(budget: Any) -> float:
     """A budget as Python's own number: 0.3 of NumPy or torch in single precision is the 0.3 that was mapped."""
     return float(budget) if isinstance(budget, (int, float)) else round(float(budget), 6)
@@ -163,11 +137,6 @@ def number(budget: Any) -> float:
 def plain(skip: Skip) -> Skip:
     """A budget that was checked, as reports and repr show it."""
     return {phase: number(b) for phase, b in skip.items()} if isinstance(skip, Mapping) else number(skip)
-
-
-def most(top_k: int, min_active: int = 1) -> float:
-    """The largest budget there can be."""
-    return max(0, top_k - min_active) / top_k
 
 
 def check_threshold(threshold: object) -> Tensor:

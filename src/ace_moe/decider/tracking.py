@@ -15,12 +15,13 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from ..budget import check_budget
 from ..errors import BudgetError, IntegrationError, OptionError, PolicyError
 from ..kernels import usable
 from ..plan import Plan
 from ..policies import Policy, TokenPolicy
 from .layer import Layer
-from .settings import HOST, Skip, by_phase, check_budget, thresholds
+from .settings import HOST, Skip, by_phase, thresholds
 from .state import NONE, State
 
 Control = Literal["fixed", "track"]

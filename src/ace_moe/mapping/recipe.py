@@ -13,8 +13,8 @@ from functools import cache
 from transformers import PreTrainedModel
 
 from .. import progress
+from ..budget import check_budget
 from ..checkpoint import MoEModel
-from ..decider.settings import check_budget
 from ..errors import BudgetError
 from ..plan import Plan, Threshold
 from ..policies import PRESETS, Policy

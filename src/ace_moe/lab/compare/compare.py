@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ... import progress
+from ...budget import check_budget
 from ...checkpoint import MoEModel
-from ...decider.settings import check_budget
 from ...errors import AceError, ModelError, OptionError, PlanError
 from ...mapping.fit import Fit, Histogram
 from ...mapping.recipe import fit_budgets, prepare

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from ... import rule
+from ...budget import check_budget
 from ...decider import Runtime
 from ...decider.rows import PHASES
-from ...decider.settings import check_budget, check_tables
+from ...decider.settings import check_tables
 from ...engines.traces.record import Trace
 from ...errors import OptionError, PolicyError, TraceError, out_of_reach
 from ...mapping.fit import Histogram

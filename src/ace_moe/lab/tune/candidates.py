@@ -8,7 +8,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ...decider.settings import check_budget, check_tables
+from ...budget import check_budget
+from ...decider.settings import check_tables
 from ...errors import AceError
 from ...plan import Plan
 from ...policies import Share, TokenPolicy, make

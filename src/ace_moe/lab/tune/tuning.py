@@ -18,7 +18,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ... import progress
-from ...decider.settings import check_budget
+from ...budget import check_budget
 from ...errors import TextError
 from ...mapping.recipe import Save, map_budgets
 from ...mapping.unfinished import Journal
