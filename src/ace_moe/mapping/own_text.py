@@ -7,9 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,15 +15,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from .. import progress
-from ..checkpoint.loading import load_tokenizer, load_windows
 from ..errors import TextError, no_numbers
 from ..plan import OWN
 from ..scoring.predictions import predicts
-from ..text import Text, Windows, windows_of
+from ..text import Windows, windows_of
 
 SAMPLES, LENGTH, SEED = 8, 256, 0
 LONGEST_TURN = 64  # tokens of a user's turn, so that most of a sample is answer
-MIXED = "mixed"
 MARK = "ACEMARK"
 
 
@@ -97,34 +93,6 @@ class Writer:
         self.forced.extend(self.turns.between if self.asks else [choice, *self.turns.before])
         self.asks, self.length = not self.asks, 0
         return self.forced.popleft()
-
-
-def text_for(
-    model: PreTrainedModel,
-    source: str | Path,
-    text: str | Path | Text | None,
-    window: int = 1024,
-    tokens: int = 65536,
-    tokenizer: Any = None,
-) -> Windows:
-    """Windows of the text, or of the model's own where none is given; `source` is where the tokenizer comes from."""
-    if text is not None:
-        if tokenizer is None and not str(source).strip("."):  # a model that was made, not loaded
-            raise TextError(
-                "The model does not say where its tokenizer is. Give it: ACE.from_pretrained(…, tokenizer=…)."
-            )
-        return load_windows(model, tokenizer or load_tokenizer(source), text, window, tokens)
-    with suppress(TextError):  # it is asked for a chat template alone
-        tokenizer = tokenizer or load_tokenizer(source)
-    return own_windows(model, tokenizer)
-
-
-def texts_for(
-    model: PreTrainedModel, source: str | Path, texts: Sequence[Path], window: int = 1024, tokens: int = 65536
-) -> list[Windows]:
-    """Each text, and behind several all of them together, in which each counts by its tokens."""
-    found = [text_for(model, source, text, window, tokens) for text in texts or (None,)]
-    return found if len(found) == 1 else [*found, windows_of(torch.cat([w.ids for w in found]), MIXED)]
 
 
 def own_windows(
