@@ -138,17 +138,17 @@ def measure(
     """The unskipped model first, through the same dispatch; the others are held against it."""
     whole: tuple[list[Any], list[float]] | None = None
     for way, (plan, policy, taus) in made.items():
-        with attached(model, plan, policy) as runtime:
+        with attached(model, plan, policy) as deciders:
             for budget, tau in [*([] if whole else [(0.0, 0.0)]), *zip(BUDGETS, taus, strict=True)]:
-                runtime.set(torch.full((3,), tau))
-                runtime.reset()
+                deciders.set(torch.full((3,), tau))
+                deciders.reset()
                 given = answers(task, every, read(model, every, tokens))
                 correct = right(task, rows, every, given)
                 whole = whole or (given, correct)
                 same = [float(a == b) for a, b in zip(given, whole[0], strict=True)]
                 yield {
                     **{"way": way if budget else "dense", "policy": label(policy), "budget": budget},
-                    **{"realised": runtime.realised, "threshold": tau, "accuracy": asdict(mean_interval(correct))},
+                    **{"realised": deciders.realised, "threshold": tau, "accuracy": asdict(mean_interval(correct))},
                     **{"change": asdict(mean_difference(correct, whole[1])), "agreement": asdict(mean_interval(same))},
                 }  # fmt: skip
 

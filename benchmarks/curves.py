@@ -47,8 +47,8 @@ def executed(model: PreTrainedModel, plan: Plan, policy: Policy, windows: Window
     """Each budget as it was answered and as it was realised on the text of the curve."""
     limit = plan.curves[-1].limit
     rows = []
-    with attached(model, plan, policy) as runtime:
-        passes = Passes(runtime, model, windows, batch)
+    with attached(model, plan, policy) as deciders:
+        passes = Passes(deciders, model, windows, batch)
         for budget in budgets(limit):
             found = plan.answer(policy.settings, budget)
             realised = passes(found.threshold).ratio(found.threshold)
@@ -62,8 +62,8 @@ def executed(model: PreTrainedModel, plan: Plan, policy: Policy, windows: Window
 def carried(model: PreTrainedModel, plan: Plan, policy: Policy, windows: Windows, batch: int) -> list[Row]:
     """On another text: a budget's miss beside that of the mapped budget next to it."""
     rows = []
-    with attached(model, plan, policy) as runtime:
-        passes = Passes(runtime, model, windows, batch)
+    with attached(model, plan, policy) as deciders:
+        passes = Passes(deciders, model, windows, batch)
 
         def miss(budget: float) -> float:
             tau = plan.answer(policy.settings, budget).threshold

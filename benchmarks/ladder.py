@@ -183,8 +183,8 @@ def judge(model: Qwen3MoeForCausalLM, windows: Windows) -> Row:
     dense, seen = dense_pass(subject, POLICIES)
     cells = []
     for name, policy in POLICIES.items():
-        with subject.under(policy) as runtime:
-            recorder = Recorder(runtime, subject)
+        with subject.under(policy) as deciders:
+            recorder = Recorder(deciders, subject)
             for fit in fit_budgets(recorder, BUDGETS, dense=seen[name]):
                 found = recorder.outcome(fit.threshold)
                 cells.append(

@@ -28,9 +28,9 @@ MEAN = 0.025
 def realised(model: PreTrainedModel, mapped: Mapped, source: Path, texts: list[Path], tokens: int) -> dict[str, Any]:
     """By text, the ratio of each mapped threshold, executed."""
     found = {}
-    with attached(model, mapped.plan, mapped.passes.policy) as runtime:
+    with attached(model, mapped.plan, mapped.passes.policy) as deciders:
         for text in texts:
-            passes = Passes(runtime, model, text_for(model, source, text, tokens=tokens), batch=4)
+            passes = Passes(deciders, model, text_for(model, source, text, tokens=tokens), batch=4)
             found[text.stem] = {f"{fit.budget:g}": passes(fit.threshold).ratio(fit.threshold) for fit in mapped.fits}
     return found
 

@@ -46,7 +46,7 @@ def main() -> None:
         print(f"min_active {min_active}")
         ace = ACE(plan, policy=make("ace", min_active=min_active))
         with ace(model):
-            result[f"min_active_{min_active}"] = transfer(ace, *(Passes(ace.runtime, model, t) for t in texts))
+            result[f"min_active_{min_active}"] = transfer(ace, *(Passes(ace.deciders, model, t) for t in texts))
     store(options.out, result)
 
 

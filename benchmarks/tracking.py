@@ -37,7 +37,7 @@ def stream(decoder: Decoder, ace: ACE, texts: list[Tensor], prompt: int) -> list
 
 def counted(ace: ACE) -> Tensor:
     """Slots that were routed and kept so far, all layers together: the row of decode."""
-    return torch.stack([layer.counts[2] for layer in ace.runtime.layers.values()]).sum(0)
+    return torch.stack([layer.counts[2] for layer in ace.deciders.values()]).sum(0)
 
 
 def worst(steps: list[tuple[int, float]], asked: float, span: int, warm: int) -> float:

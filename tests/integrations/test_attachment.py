@@ -18,7 +18,7 @@ import ace_moe
 import zoo
 from ace_moe import ACE, build_plan
 from ace_moe.checkpoint.loading import load_model
-from ace_moe.decider import Layer
+from ace_moe.decider import Decider
 from ace_moe.demo import MODEL
 from ace_moe.errors import IntegrationError
 from ace_moe.plan import Plan
@@ -116,14 +116,14 @@ def test_another_precision_keeps_tau_and_tables(plan: Plan, change: str) -> None
     model = load_model(MODEL, device="cpu").float()
     with ACE(plan)(model) as ace:
         ace.set_threshold(0.123456789)
-        layer = next(iter(ace.runtime.layers.values()))
+        layer = next(iter(ace.deciders.values()))
         before = {name: buffer.clone() for name, buffer in layer.named_buffers()}
         getattr(model, change)()
         model.to("cpu")
         assert {n: b.dtype for n, b in layer.named_buffers()} == {n: b.dtype for n, b in before.items()}
         assert all(torch.equal(b, before[n]) for n, b in layer.named_buffers())
         ace.set_threshold(0.2)
-        assert layer.tau[1] == torch.tensor(0.2), "layers and runtime still share one tensor"
+        assert layer.tau[1] == torch.tensor(0.2), "layers and deciders still share one tensor"
         if change != "double":  # stock's own product does not take it
             assert zoo.run(model).isfinite().all() and ace.realised > 0
 

@@ -9,7 +9,7 @@ from transformers.integrations import moe
 import zoo
 from ace_moe import ACE, AceError, build_plan
 from ace_moe.checkpoint import Site
-from ace_moe.decider import Runtime
+from ace_moe.decider import Deciders
 from ace_moe.engines.transformers import Attachment
 from ace_moe.errors import IntegrationError, StructureError
 from ace_moe.plan import Plan
@@ -79,7 +79,7 @@ def test_executed_slots_are_the_kept_slots(name, executed, tried):
         ace.set_threshold(middle(plan))
         out = zoo.run(model)
         kept = ace.report()["prefill"]["kept"]
-    products = 2 * len(ace.runtime.layers)
+    products = 2 * len(ace.deciders)
     assert len(executed) == products
     assert sum(executed) == 2 * kept, "up and down each compute the kept rows, no more"
     assert out.isfinite().all(), "a row that was not computed leaked into the output"
@@ -96,7 +96,7 @@ def test_skipping_matches_dense_arithmetic(name, tried):
     with ace(model):
         ace.set_threshold(middle(plan))
         skipped = zoo.run(model)
-        for layer in ace.runtime.layers.values():  # same rule, but skipped slots stay routed with gate 0
+        for layer in ace.deciders.values():  # same rule, but skipped slots stay routed with gate 0
             layer.decide = lambda ids, gates, hidden, one=layer: (ids, type(one).decide(one, ids, gates, hidden)[1])
         dense = zoo.run(model)
     torch.testing.assert_close(skipped, dense, atol=2e-5, rtol=2e-5)
@@ -139,19 +139,19 @@ def test_families_outside_the_registry_are_refused_or_covered(name, tried):
     sites = [
         Site(str(i), p, m, m.num_experts, zoo.TOP_K, None, None, None, None, "other") for i, (p, m) in enumerate(found)
     ]
-    runtime = Runtime(Plan(tables={}, fingerprint=Fingerprint({}, Routers(""))), make("share"))
+    deciders = Deciders(Plan(tables={}, fingerprint=Fingerprint({}, Routers(""))), make("share"))
     tried(name, "tables", why=OUTSIDE)
     if name != "step3p7" or version.parse(transformers.__version__) < version.parse("5.18"):
         tried(name, "transformers", "prefill", "decode", why=OUTSIDE)
         if sites:
             with pytest.raises((IntegrationError, AceError)):
-                Attachment(model, runtime, sites)
+                Attachment(model, deciders, sites)
         return
     tried(name, "transformers", "prefill")
     before = zoo.run(model)
-    attachment = Attachment(model, runtime, sites)
+    attachment = Attachment(model, deciders, sites)
     assert torch.equal(before, zoo.run(model))
-    runtime.set(torch.full((3,), 1.02 / zoo.TOP_K))
+    deciders.set(torch.full((3,), 1.02 / zoo.TOP_K))
     assert not torch.equal(before, zoo.run(model))
     with attachment.out("grouped_mm"):
         assert torch.equal(before, zoo.run(model))

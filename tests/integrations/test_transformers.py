@@ -74,7 +74,7 @@ def test_generate_counts_prefill_and_decode_apart(demo_model, plan):
         ace.set_threshold(torch.tensor([0.12, 0.08]))
         demo_model.generate(ids, max_new_tokens=5, min_new_tokens=5, do_sample=False)
     report = ace.report()
-    slots = 8 * len(ace.runtime.layers)
+    slots = 8 * len(ace.deciders)
     assert report["prefill"]["routed"] == 2 * 9 * slots
     assert report["decode"]["routed"] == 2 * 4 * slots, "the first new token comes from the prefill"
     assert report["prefill"]["realised"] > report["decode"]["realised"] > 0

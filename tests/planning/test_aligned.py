@@ -53,13 +53,13 @@ def sums(model: Any, ids: Tensor) -> Tensor:
 def test_skipped_sums_get_the_mean_and_spread_of_whole_ones(model: Any, text: Windows, gain: str) -> None:
     """Of tokens that lost a slot, in every component; the others' sums stay as they are to the bit."""
     plan, policy, whole = build_plan(model), make("share", gain=gain, compensate="aligned"), sums(model, text.ids)
-    with attached(model, plan, policy) as runtime:
-        found = statistics(runtime, TAU, lambda: read_through(model, text, batch=3))
-        runtime.set(torch.full((3,), TAU))
+    with attached(model, plan, policy) as deciders:
+        found = statistics(deciders, TAU, lambda: read_through(model, text, batch=3))
+        deciders.set(torch.full((3,), TAU))
         plain = sums(model, text.ids)
         kept: list[Tensor] = []
-        runtime.align(found)
-        with runtime.observed(lambda key: lambda routing, protected, decision: kept.append(decision.keep.all(-1))):
+        deciders.align(found)
+        with deciders.observed(lambda key: lambda routing, protected, decision: kept.append(decision.keep.all(-1))):
             aligned = sums(model, text.ids)
     lost = ~kept[0]
     assert 0.3 < lost.double().mean() < 1 and torch.equal(aligned[~lost], plain[~lost])
@@ -74,14 +74,14 @@ def test_nothing_lost_means_nothing_changed(model: Any, text: Windows) -> None:
     ids, plan = text.ids[:1], build_plan(model)
     with attached(model, plan, make("share")), torch.no_grad():
         expected = model(ids).logits
-    with attached(model, plan, make("share", gain="aligned")) as runtime, torch.no_grad():
-        runtime.align({key: torch.full_like(layer.statistics, 7.0) for key, layer in runtime.layers.items()})
+    with attached(model, plan, make("share", gain="aligned")) as deciders, torch.no_grad():
+        deciders.align({key: torch.full_like(layer.statistics, 7.0) for key, layer in deciders.items()})
         assert torch.equal(model(ids).logits, expected)
 
 
 def test_a_layer_that_skips_nothing_is_left_alone(model: Any, text: Windows) -> None:
-    with attached(model, build_plan(model), make("share", gain="aligned")) as runtime:
-        found = statistics(runtime, 1e-9, lambda: read_through(model, text))
+    with attached(model, build_plan(model), make("share", gain="aligned")) as deciders:
+        found = statistics(deciders, 1e-9, lambda: read_through(model, text))
     for scale, shift in found.values():
         assert (scale == 1).all() and (shift == 0).all()
 
@@ -118,11 +118,11 @@ def test_a_plan_carries_the_statistics(mapped: Plan, demo_model: Any, short: Win
         with pytest.warns(UserWarning, match="differ by phase"):
             ace.set_skip({"prefill": 0.5, "decode": 0.0})  # nothing lost, nothing aligned
         assert torch.equal(demo_model(short.ids).logits, first)
-        before = ace.runtime.alignment
+        before = ace.deciders.alignment
         for budget, says in ((0.4, r"0\.4 has none on this text; mapped are 0\.3, 0\.5"), ("much", "is no number")):
             with pytest.raises(BudgetError, match=says):
                 ace.set_skip(budget)
-        assert ace.runtime.alignment is before and ace.skip == {"prefill": 0.5, "decode": 0.0}
+        assert ace.deciders.alignment is before and ace.skip == {"prefill": 0.5, "decode": 0.0}
 
 
 def test_a_trained_model_comes_nearer(mapped: Plan, demo_model: Any, demo_plan: Plan, short: Windows) -> None:

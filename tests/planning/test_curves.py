@@ -111,8 +111,8 @@ def test_budgets_never_mapped_are_realised(demo_model: PreTrainedModel, mapped: 
     """Executed on the text of the curve, above and below what was measured, within what is said.
 
     A thousand tokens: ties make steps of a tenth of a point."""
-    with attached(demo_model, mapped, make("share")) as runtime:
-        passes = Passes(runtime, demo_model, demo_windows, 4)
+    with attached(demo_model, mapped, make("share")) as deciders:
+        passes = Passes(deciders, demo_model, demo_windows, 4)
         for budget in (0.05, 0.3, 0.47, 0.55, 0.7):
             found = mapped.answer(make("share").settings, budget)
             assert found.how == "between" and found.error is not None

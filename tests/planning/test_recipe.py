@@ -149,8 +149,8 @@ def test_entries_say_what_they_do_to_predictions(
     kl = [t.fidelity["kl"]["value"] for t in mapped.entries if t.fidelity]
     assert 0 < kl[0] < kl[1]
     subject = Subject(demo_model, demo_plan, demo_windows)
-    with subject.under(policy) as runtime:
-        found = Recorder(runtime, subject).outcome(mapped.fits[1].threshold).score.fidelity
+    with subject.under(policy) as deciders:
+        found = Recorder(deciders, subject).outcome(mapped.fits[1].threshold).score.fidelity
     assert found is not None and kl[1] == pytest.approx(sum(found.kl) / (4 * 255))
     assert mapped.entries[0].fidelity["kl"]["low"] is None, "four windows have no interval"  # type: ignore[index]
     path = mapped.plan.save(tmp_path / "plan.safetensors")

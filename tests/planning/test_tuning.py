@@ -46,10 +46,10 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     rows: list[int] = []
     stock = Trials._row
 
-    def counted(self: Trials, runtime: Any, number: int, taus: Any) -> Any:
+    def counted(self: Trials, deciders: Any, number: int, taus: Any) -> Any:
         if rows.append(number) or len(rows) == STOPPED + 1:
             raise KeyboardInterrupt
-        return stock(self, runtime, number, taus)
+        return stock(self, deciders, number, taus)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Trials, "_row", counted)

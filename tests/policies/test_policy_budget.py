@@ -28,7 +28,7 @@ CAN = [
 def fitted(policy, model, plan, windows, wanted=WANTED):
     ace = ACE(plan, policy=policy)
     with ace(model):
-        passes = Passes(ace.runtime, model, windows, batch=2, run=score)
+        passes = Passes(ace.deciders, model, windows, batch=2, run=score)
         (fit,) = fit_budgets(passes, [wanted])
         passes(fit.threshold)
         return fit, ace.realised, passes

@@ -78,7 +78,7 @@ def test_oracle_runs_the_experts(fp32, few_windows, ready_plan, seen):
 
     ace = ACE(ready_plan, policy=make("oracle"), allow_other_weights=True)
     with ace(fp32):
-        for layer in ace.runtime.layers.values():
+        for layer in ace.deciders.values():
             layer.policy = Spy()
         logits_of(fp32, few_windows)
     routing, norms = asked[0]

@@ -13,7 +13,7 @@ from ace_moe.decider import row_of
 from ace_moe.decider.report import NOT_COUNTED
 from ace_moe.decider.rows import Same, rows_for
 from ace_moe.decider.state import NONE, State
-from ace_moe.decider.tracking import HIGHEST, LOWEST, Tracker, moved
+from ace_moe.decider.controller import HIGHEST, LOWEST, Tracker, moved
 from ace_moe.errors import OptionError, PolicyError
 
 K, LAYERS = 8, 4
@@ -57,7 +57,7 @@ def test_it_stays_within_bounds_and_still_rows_stay(step, seed):
 
 def test_the_kernel_moves_alike():
     pytest.importorskip("triton")
-    from ace_moe.decider.tracking import RATE
+    from ace_moe.decider.controller import RATE
     from ace_moe.kernels.track import launch_track
 
     g = torch.Generator().manual_seed(0)
@@ -120,11 +120,11 @@ def test_rules_ratio_counts_not_what_was_restored(demo_model, demo_plan, demo_wi
 def test_a_pass_aside_leaves_thresholds_alone(demo_model, demo_plan, demo_windows):
     with ACE(demo_plan, 0.5, policy="share", control="track")(demo_model) as ace:
         run(demo_model, demo_windows.ids[:2, :30], 20)
-        tau, target = ace.thresholds, ace.runtime.state.target
-        with ace.runtime.aside():
+        tau, target = ace.thresholds, ace.deciders.state.target
+        with ace.deciders.bypass():
             run(demo_model, demo_windows.ids[:2, :30], 20)
         assert (
-            torch.equal(ace.thresholds, tau) and ace.runtime.state.target[row_of("decode")] == target[row_of("decode")]
+            torch.equal(ace.thresholds, tau) and ace.deciders.state.target[row_of("decode")] == target[row_of("decode")]
         )
         run(demo_model, demo_windows.ids[:2, :30], 1)
         assert not torch.equal(ace.thresholds, tau)
@@ -133,7 +133,7 @@ def test_a_pass_aside_leaves_thresholds_alone(demo_model, demo_plan, demo_window
 def test_a_pass_aside_says_nothing_of_padding(demo_model, demo_plan, demo_windows):
     """Whether padding was counted is said of what was counted."""
     with ACE(demo_plan)(demo_model) as ace:
-        with ace.runtime.aside():
+        with ace.deciders.bypass():
             demo_model(demo_windows.ids[:2, :8])
         assert ace.report()["padding"] == NOT_COUNTED
         demo_model(demo_windows.ids[:2, :8])

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import rule
-from ..decider import Runtime
-from ..decider.layer import Layer
+from ..decider import Deciders
 from ..plan import Plan
 from ..plan.shapes import aligned_tables
 from ..policies import Decision, Policy, Routing
@@ -22,25 +21,25 @@ Statistics = dict[str, Tensor]  # by layer; of alignment [2, d]: scale and shift
 Reduce = Callable[[Tensor, Tensor], Tensor]  # of whole sums and skipped ones [T, d]; what it returns is added up
 
 
-def statistics(runtime: Runtime, tau: float, read: Callable[[], object]) -> Statistics:
+def statistics(deciders: Deciders, tau: float, read: Callable[[], object]) -> Statistics:
     """Scale and shift of the tokens that lose a slot at τ in the text that `read` runs the model over."""
 
     def moments(y: Tensor, less: Tensor) -> Tensor:
         return torch.stack([n.sum(0) for n in (torch.ones_like(y), y, y * y, less, less * less)])
 
-    return {key: _scale_and_shift(found) for key, found in gathered(runtime, tau, read, moments).items()}
+    return {key: _scale_and_shift(found) for key, found in gathered(deciders, tau, read, moments).items()}
 
 
 @torch.inference_mode()
-def gathered(runtime: Runtime, tau: float, read: Callable[[], object], reduce: Reduce) -> dict[str, Tensor]:
+def gathered(deciders: Deciders, tau: float, read: Callable[[], object], reduce: Reduce) -> dict[str, Tensor]:
     """By layer: what the experts' sums, whole and skipped at τ, come to, with nothing skipped in the layers before."""
-    found: dict[str, list[Tensor]] = {key: [] for key in runtime.layers}
+    found: dict[str, list[Tensor]] = {key: [] for key in deciders}
 
     def see(key: str, routing: Routing, protected: Tensor | None, decision: Decision) -> None:
         assert protected is not None
-        found[key].append(reduce(*_pair(runtime.layers[key], routing, rule.kept(protected, tau))))
+        found[key].append(reduce(*_pair(deciders[key], routing, rule.kept(protected, tau))))
 
-    with runtime.aside(), runtime.observed(lambda key: partial(see, key)):
+    with deciders.bypass(), deciders.observed(lambda key: partial(see, key)):
         read()
     return {key: torch.stack(parts).sum(0).cpu() for key, parts in found.items()}
 

@@ -87,7 +87,7 @@ def _routings(model: PreTrainedModel, plan: Plan, policy: Policy, windows: Windo
         assert protected is not None
         found.append((routing.ids.cpu(), protected.cpu()))
 
-    with attached(model, plan, policy) as runtime, runtime.observed(lambda key: seen), torch.inference_mode():
+    with attached(model, plan, policy) as deciders, deciders.observed(lambda key: seen), torch.inference_mode():
         predict(model, windows.ids[:1, :MOST_TOKENS])
     return found
 

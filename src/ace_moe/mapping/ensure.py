@@ -15,7 +15,7 @@ from .text_source import TextSource
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from ..decider import Runtime
+    from ..decider import Deciders
 
 
 def missing(
@@ -43,17 +43,17 @@ def ensure(
     text: TextSource,
     *,
     workload: str | None = None,
-    runtime: Runtime | None = None,
+    deciders: Deciders | None = None,
     save: Save = lambda plan: None,
 ) -> Plan:
     """The plan with everything this policy needs to run at these budgets; nothing is done twice.
 
-    `runtime`: of a plan that is attached to the model already, else one is attached for the passes. `save` gets the plan after
+    `deciders`: of a plan that is attached to the model already, else one is attached for the passes. `save` gets the plan after
     each threshold, so that stopped work goes on.
     """
     todo = missing(plan, policy, budgets, workload, text.sha256())
     if todo:
-        return map_budgets(model, plan, policy, text.windows(model), todo, runtime=runtime, save=save).plan
+        return map_budgets(model, plan, policy, text.windows(model), todo, deciders=deciders, save=save).plan
     if plan.lacks(policy.tables):
         plan = prepare(plan, policy, model, text.windows(model) if policy.calibrated else None)
         save(plan)

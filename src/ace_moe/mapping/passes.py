@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from .. import progress
 from ..checkpoint import MoEModel, Site
-from ..decider import Runtime
+from ..decider import Deciders
 from ..engines.transformers import Attachment
 from ..plan import Plan
 from ..policies import Decision, Policy, Routing, TokenPolicy
@@ -42,13 +42,13 @@ def read_through(model: PreTrainedModel, windows: Windows, batch: int = 1) -> No
 
 
 @contextmanager
-def attached(model: PreTrainedModel, plan: Plan, policy: Policy, sites: list[Site] | None = None) -> Iterator[Runtime]:
+def attached(model: PreTrainedModel, plan: Plan, policy: Policy, sites: list[Site] | None = None) -> Iterator[Deciders]:
     """The policy in the model, on the torch path: mapping looks at contributions there. `sites`, if they are known: finding
     them takes a twin of the model."""
-    runtime = Runtime(plan, policy)
-    attachment = Attachment(model, runtime, MoEModel.of(model).sites if sites is None else sites, "torch")
+    deciders = Deciders(plan, policy)
+    attachment = Attachment(model, deciders, MoEModel.of(model).sites if sites is None else sites, "torch")
     try:
-        yield runtime
+        yield deciders
     finally:
         attachment.remove()
 
@@ -60,7 +60,7 @@ class Passes:
     Where skipped sums are aligned, each τ has statistics of its own, from the first windows of `learned`, else of the text.
     """
 
-    runtime: Runtime
+    deciders: Deciders
     model: PreTrainedModel
     windows: Windows
     batch: int = 1
@@ -72,17 +72,17 @@ class Passes:
 
     @property
     def policy(self) -> Policy:
-        return self.runtime.policy
+        return self.deciders.policy
 
     def set(self, threshold: float) -> None:
         """This τ in every phase, with its statistics; counters start anew."""
-        self.runtime.align(self.statistics(threshold))
-        self.runtime.set(torch.full((3,), threshold))
-        self.runtime.reset()
+        self.deciders.align(self.statistics(threshold))
+        self.deciders.set(torch.full((3,), threshold))
+        self.deciders.reset()
 
     def whole(self, ids: Tensor) -> Tensor:
         """The unskipped model's logits [B, L, V]; nothing of it is counted."""
-        with self.runtime.aside():
+        with self.deciders.bypass():
             return predict(self.model, ids)
 
     def __call__(self, threshold: float) -> Histogram:
@@ -91,14 +91,14 @@ class Passes:
         self.count += 1
         if self.policy.mapping != "quantile":
             self.results[threshold] = self.run(self.model, self.windows, self.batch)
-            return Counted(self.runtime.realised)
+            return Counted(self.deciders.realised)
         seen = Histogram()
 
         def observer(routing: Routing, protected: Tensor | None, decision: Decision) -> None:
             assert protected is not None
             seen.add(protected, routing.token_mask)
 
-        with self.runtime.observed(lambda key: observer):
+        with self.deciders.observed(lambda key: observer):
             self.results[threshold] = self.run(self.model, self.windows, self.batch)
         return seen
 
@@ -109,7 +109,7 @@ class Passes:
         if threshold not in self._statistics:
             part = windows_of((self.learned or self.windows).ids[:ALIGNED_ON], "")
             read = partial(read_through, self.model, part, self.batch)
-            self._statistics[threshold] = statistics(self.runtime, threshold, read)
+            self._statistics[threshold] = statistics(self.deciders, threshold, read)
         return self._statistics[threshold]
 
 
@@ -132,8 +132,8 @@ def judge(
 ) -> list[dict[str, Any]]:
     """KL, agreement and acceptance at each τ with their intervals; one batch of logits is in memory at a time."""
     part, found = windows.ids[:JUDGED_ON], [Fidelity() for _ in taus]
-    with attached(model, plan, policy) as runtime, progress.task("fidelity", len(part)) as task:
-        passes = Passes(runtime, model, windows, batch)
+    with attached(model, plan, policy) as deciders, progress.task("fidelity", len(part)) as task:
+        passes = Passes(deciders, model, windows, batch)
         for ids in part.split(batch):
             whole = passes.whole(ids)
             for tau, sums in zip(taus, found, strict=True):
@@ -177,15 +177,15 @@ def observe(
 ) -> tuple[Any, dict[str, Histogram]]:
     """What every policy's slots contribute in one pass of the unskipped model, and what `read` returned of it."""
     seen = {method: Histogram() for method in policies}
-    with attached(model, plan, Everything(watchers=policies)) as runtime:
-        beside = {method: Runtime(plan, policy) for method, policy in policies.items()}
-        for key, layer in runtime.layers.items():
+    with attached(model, plan, Everything(watchers=policies)) as deciders:
+        beside = {method: Deciders(plan, policy) for method, policy in policies.items()}
+        for key, layer in deciders.items():
             for other in beside.values():
-                other.add(key, layer.mark, layer.counts.device)
+                other.add(key, skipped=layer.skipped, device=layer.counts.device)
 
         def see(key: str, routing: Routing, protected: Tensor | None, decision: Decision) -> None:
             for method, other in beside.items():
-                seen[method].add(other.layers[key].protected(routing), routing.token_mask)
+                seen[method].add(other[key].protected(routing), routing.token_mask)
 
-        with runtime.observed(lambda key: partial(see, key)):
+        with deciders.observed(lambda key: partial(see, key)):
             return read(), seen

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from .. import progress
 from ..budget import check_budget
 from ..checkpoint import MoEModel
-from ..decider import Runtime
+from ..decider import Deciders
 from ..errors import BudgetError
 from ..plan import Plan, Threshold
 from ..policies import PRESETS, Policy
@@ -91,20 +91,20 @@ def map_budgets(
     judged: bool = False,
     save: Save = lambda plan: None,
     partial: Partial | None = None,
-    runtime: Runtime | None = None,
+    deciders: Deciders | None = None,
 ) -> Mapped:
     """τ for each budget on this text, into the plan; `save` gets the plan after each, so that a stopped run goes on.
 
     `correct`: move τ until the skipped model itself realises the budget; by default for all but the paper's method,
     which has no such step. `judged`: entries also say what their threshold does to predictions. Budgets that the plan has
-    for these settings and this text are not mapped `again`. `runtime`: of a plan attached already; else one is attached here.
+    for these settings and this text are not mapped `again`. `deciders`: of a plan attached already; else one is attached here.
     """
     wanted = list(dict.fromkeys(check_budget(b, plan.top_k, policy.min_active) for b in budgets))
     correct = policy != PRESETS["paper"] if correct is None else correct
     plan = prepare(plan, policy, model, calibration_part(windows))
     known = {} if again else {b: f for b in wanted if (f := known_fit(plan, policy, windows, b, correct)) is not None}
-    with nullcontext(runtime) if runtime else attached(model, plan, policy) as runtime, partial or nullcontext():
-        passes, fits = Passes(runtime, model, windows, batch, run), dict(known)
+    with nullcontext(deciders) if deciders else attached(model, plan, policy) as deciders, partial or nullcontext():
+        passes, fits = Passes(deciders, model, windows, batch, run), dict(known)
         todo = [b for b in wanted if b not in known]
         plan, dense = _dense(passes, plan, partial, again)
         with progress.task("budgets", len(todo)) as task:

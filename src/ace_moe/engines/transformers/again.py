@@ -15,8 +15,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from ...decider import Layer
-
 AGAIN = "_ace_again"  # on a decoder layer and what is watched in it
 PASSES = 16  # that are remembered: those whose backward pass is to come
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ...decider import Layer
+from ...decider import Decider
 from ...errors import IntegrationError
 from .attachment import HOLDER, MINE, Attachment
 
@@ -48,5 +48,5 @@ def attachments_in(model: Any) -> list[Attachment]:
     """Those whose parts are in a model: attached to itself, to what it is a part of, to a part of it, or inside a wrapper."""
     if not isinstance(model, nn.Module):
         base_of(model)  # says what a model is
-    held = (vars(m).get(HOLDER) for m in model.modules() if isinstance(m, Layer))
+    held = (vars(m).get(HOLDER) for m in model.modules() if isinstance(m, Decider))
     return list(dict.fromkeys(a for a in held if a is not None))

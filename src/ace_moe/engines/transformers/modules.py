@@ -10,25 +10,24 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...checkpoint import Site
-from ...checkpoint.structure import is_registered
 from ...errors import IntegrationError
 from .experts import CHILD, HOST
 
 
 @cache
 def ruled(stock: type) -> type:
-    """A router's own class with the rule behind its top-k. Without a layer, as in a copy of the model, it is the stock one."""
+    """A router's own class with the rule behind its top-k. Without a decider, as in a copy of the model, it is the stock one."""
 
     def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        layer = getattr(self, "ace_layer", None)
-        if layer is None:
+        decider = getattr(self, "ace_decider", None)
+        if decider is None:
             return stock.forward(self, hidden_states, *args, **kwargs)  # type: ignore[attr-defined]
-        if layer.observers or layer.learning:
+        if decider.observers:
             logits, gates, ids = stock.forward(self, hidden_states, *args, **kwargs)  # type: ignore[attr-defined]
-            ids, gates = layer.decide(ids, gates)
+            ids, gates = decider.decide(ids, gates)
             return logits, gates, ids
         logits = F.linear(hidden_states.reshape(-1, hidden_states.shape[-1]), self.weight)
-        ids, gates = layer.route(logits, self.ace_kind, logits.dtype)
+        ids, gates = decider.route(logits, self.ace_kind, logits.dtype)
         return logits, gates, ids
 
     return type(f"Ruled{stock.__name__}", (stock,), {"forward": forward, "__module__": __name__})
@@ -45,13 +44,6 @@ def stack_of(model: nn.Module, path: str) -> tuple[str, nn.Module]:
     return "", model
 
 
-def block_of(model: nn.Module, path: str) -> nn.Module | None:
-    """The decoder layer that holds an experts module; none where there is no list of layers."""
-    where, stack = stack_of(model, path)
-    below = path.removeprefix(where).removeprefix(".").split(".")[:2]
-    return stack.get_submodule(".".join(below)) if isinstance(stack.get_submodule(below[0]), nn.ModuleList) else None
-
-
 def device_of(module: nn.Module) -> torch.device:
     """Where a module runs: its weights may be parked elsewhere."""
     if HOST in vars(module):
@@ -61,16 +53,6 @@ def device_of(module: nn.Module) -> torch.device:
     if parked is None:
         return next(module.parameters()).device
     return torch.device(parked if not isinstance(parked, int) else f"cuda:{parked}")
-
-
-def refuse_repair(model: nn.Module, module: nn.Module) -> None:
-    """What mends a skipped sum is added once, behind experts that we run."""
-    own = "" if is_registered(module) else f"{type(module).__name__} is outside transformers' experts registry"
-    spread = "every rank of a tensor-parallel model would add it" if (getattr(model, "_tp_size", None) or 1) > 1 else ""
-    if own or spread:
-        raise IntegrationError(
-            f"Skipped sums cannot be repaired here: {own or spread}. Leave `compensate` out, or name another --policy."
-        )
 
 
 def refuse_adapters(model: nn.Module, site: Site) -> None:

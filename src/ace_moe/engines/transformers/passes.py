@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ...decider.layer import refuse_pickling
+from ...decider.decider import refuse_pickling
 from ...decider.rows import PADDING, PHASES, Same, row_of
 from ...errors import IntegrationError
 from .again import Again
@@ -24,7 +24,7 @@ PREFILL, DECODE, VERIFY = (row_of(phase) for phase in ("prefill", "decode", "ver
 PROMPTS = "ace_prompt_lengths"  # where a paged cache carries the prompt lengths of its requests
 
 
-class Telling(NamedTuple):
+class PassContext(NamedTuple):
     """What a caller knows of the passes it makes: where its prompt ends, each sequence's first real token, or all of it."""
 
     prompt: Tensor | None = None  # []
@@ -34,7 +34,7 @@ class Telling(NamedTuple):
     drafts: bool = False  # the model drafts for another one: what it reads was written, and is nothing it has to verify
 
 
-NOTHING = Telling()
+NOTHING = PassContext()
 
 
 class Pass:
@@ -42,10 +42,10 @@ class Pass:
 
     generating = True  # experts a prompt reads are counted where they were asked for
 
-    def __init__(self, runtime: Any, cached: bool):
-        self.runtime, self.cached = runtime, cached  # whether the stack takes a cache: an encoder does not
+    def __init__(self, deciders: Any, cached: bool):
+        self.deciders, self.cached = deciders, cached  # whether the stack takes a cache: an encoder does not
         self.counting = True
-        self._told: dict[int, Telling] = {}  # by thread: two may generate at a time
+        self._contexts: dict[int, PassContext] = {}  # by thread: two may generate at a time
         self._latest = NOTHING  # what a compiled call reads, which does not know its thread
         self._rows: Tensor | None = None  # [T] of the running pass
         self._row: int | None = PREFILL  # the one row of all its tokens, where it is known
@@ -60,14 +60,14 @@ class Pass:
     __reduce_ex__ = refuse_pickling
 
     @property
-    def telling(self) -> Telling:
+    def context(self) -> PassContext:
         """What the caller in this thread has told."""
-        return self._told.get(threading.get_ident(), NOTHING)
+        return self._contexts.get(threading.get_ident(), NOTHING)
 
-    def tell(self, telling: Telling) -> None:
-        self._told[threading.get_ident()] = self._latest = telling
-        if telling is NOTHING:
-            del self._told[threading.get_ident()]
+    def set_context(self, context: PassContext) -> None:
+        self._contexts[threading.get_ident()] = self._latest = context
+        if context is NOTHING:
+            del self._contexts[threading.get_ident()]
 
     # ---- what layers ask ----------------------------------------------------------------------------------------
 
@@ -108,7 +108,7 @@ class Pass:
 
     def end(self, *_: Any) -> None:
         """After a pass, also one that failed. With gradients on, a backward pass may run layers again: as before, uncounted."""
-        self.runtime.after_step()
+        self.deciders.after_step()
         again = torch.is_grad_enabled()
         self.counting = not again
         if not again:
@@ -137,40 +137,40 @@ class Pass:
         self.counting, self._rows, self._row = True, None, None
         given = next((x for n in ("input_ids", "inputs_embeds") if (x := inputs.get(n)) is not None), None)
         if given is None:
-            self._row, self._length, self.runtime.padding_known = PREFILL, 0, False
+            self._row, self._length, self.deciders.padding_known = PREFILL, 0, False
             return
         batch, self._length = given.shape[:2]
         asked = inputs.get("logits_to_keep")
         self._kept = asked if isinstance(asked, int) and asked < self._length else 0
-        telling = self._latest if torch.compiler.is_compiling() else self.telling
-        if telling.row is not None:
-            self._all(telling.row, given)
+        context = self._latest if torch.compiler.is_compiling() else self.context
+        if context.row is not None:
+            self._all(context.row, given)
         elif inputs.get("cu_seq_lens_q") is not None:
             self._length = 0
             prompts = getattr(inputs.get("cache"), PROMPTS, None)
             self._rows = packed(inputs["cu_seq_lens_q"], inputs.get("position_ids"), given, prompts)
         else:
-            self._by_index(inputs, given, batch, telling)
-        if telling.budgets is not None:
-            self._own_budgets(telling.budgets, given)
+            self._by_index(inputs, given, batch, context)
+        if context.budgets is not None:
+            self._own_budgets(context.budgets, given)
 
-    def _by_index(self, inputs: dict[str, Any], given: Tensor, batch: int, telling: Telling) -> None:
+    def _by_index(self, inputs: dict[str, Any], given: Tensor, batch: int, context: PassContext) -> None:
         cache = inputs.get("past_key_values") if self.cached else None
         mask = inputs.get("attention_mask")
         mask = mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
-        if telling.prompt is None or not self.cached:
+        if context.prompt is None or not self.cached:
             row = by_hand(cache, self._length)
             if mask is not None:
                 return self._masked(mask, torch.full_like(mask[:, -self._length :], row, dtype=torch.int8))
-            self.runtime.padding_known = False
+            self.deciders.padding_known = False
             return self._all(row, given)
         index = torch.arange(self._length, device=given.device) + _cached(cache)
-        verifies = cache is not None and not telling.drafts
-        rows = placed(index, telling.prompt.to(given.device), verifies).expand(batch, -1)
+        verifies = cache is not None and not context.drafts
+        rows = placed(index, context.prompt.to(given.device), verifies).expand(batch, -1)
         if mask is not None:
             return self._masked(mask, rows)
-        if telling.start is not None and batch % len(telling.start) == 0:
-            start = telling.start.to(given.device).repeat_interleave(batch // len(telling.start))
+        if context.start is not None and batch % len(context.start) == 0:
+            start = context.start.to(given.device).repeat_interleave(batch // len(context.start))
             rows = torch.where(index < start.unsqueeze(-1), PADDING, rows)
         self._rows = rows.to(torch.int8).reshape(-1)
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from ...budget import check_tables, policy_for
 from ...checkpoint import MoEModel
-from ...decider.settings import Skip, check_tables, policy_for
-from ...decider.tracking import Control, look_up
+from ...decider.controller import Control, look_up
 from ...errors import IntegrationError, OptionError, PolicyError, brief
 from ...plan import Plan
 from ...policies import AUTO, Policy, choose

@@ -219,7 +219,7 @@ class Bench:
 
     def _bytes(self, executed: float) -> float:
         """Weights one decode step must read: all but embeddings and the experts nobody needs."""
-        layers = list(self.ace.runtime.layers.values())
+        layers = list(self.ace.deciders.values())
         experts = {id(p) for layer in layers if (owner := layer.owner()) is not None for p in owner.parameters()}
         sizes = [(p.numel() * p.element_size(), id(p) in experts) for p in self.model.parameters()]
         embeddings, head = self.model.get_input_embeddings().weight, self.model.get_output_embeddings()

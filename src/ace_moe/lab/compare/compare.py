@@ -150,8 +150,8 @@ class Run:
             policy = self._tried(method, lambda g: self._ready(plan, self.grid.policy(method, g)), gain)
             if policy is None:
                 continue
-            with self.subject.under(policy, plan) as runtime:
-                passes = Recorder(runtime, self.subject)
+            with self.subject.under(policy, plan) as deciders:
+                passes = Recorder(deciders, self.subject)
                 for key in (k for k in keys if k.gain == gain):
                     self._try(key, passes, dense)
                     self.task.advance()

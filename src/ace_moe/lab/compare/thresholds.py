@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ... import progress
-from ...decider import Runtime
+from ...decider import Deciders
 from ...errors import OptionError, PolicyError
 from ...mapping import fit as mapping
 from ...mapping.fit import Histogram
@@ -91,9 +91,9 @@ def _workload(
     todo = [b for b in setup.budgets if (name, b) not in known]
     if not todo:
         return
-    with setup.subject.under(setup.policy) as runtime:
+    with setup.subject.under(setup.policy) as deciders:
         runs = {
-            w.workload.name: Recorder(runtime, replace(setup.subject, windows=w), faithful=False) for w in workloads
+            w.workload.name: Recorder(deciders, replace(setup.subject, windows=w), faithful=False) for w in workloads
         }
         seen = {other: run(0.0) for other, run in runs.items()} if not setup.measured else {name: runs[name](0.0)}
         for budget in todo:
@@ -121,9 +121,9 @@ def cost(setup: Study, windows: Windows) -> list[Results]:
         "binary search": lambda run: [mapping.search(run, b, TOLERANCE).threshold for b in setup.budgets],
         "frontier walk": lambda run: _walk(run, setup.budgets, setup.points),
     }
-    with setup.subject.under(setup.policy) as runtime:
+    with setup.subject.under(setup.policy) as deciders:
         subject = replace(setup.subject, windows=windows)
-        return [_timed(name, way, runtime, subject, setup.budgets) for name, way in ways.items()]
+        return [_timed(name, way, deciders, subject, setup.budgets) for name, way in ways.items()]
 
 
 def _quantile(run: Recorder, wanted: Sequence[float], correct: bool) -> list[float]:
@@ -143,9 +143,9 @@ def _walk(run: Recorder, wanted: Sequence[float], points: int) -> list[float]:
 
 
 def _timed(
-    name: str, way: Callable[[Recorder], list[float]], runtime: Runtime, subject: Subject, wanted: Sequence[float]
+    name: str, way: Callable[[Recorder], list[float]], deciders: Deciders, subject: Subject, wanted: Sequence[float]
 ) -> Results:
-    run, start = Recorder(runtime, subject, faithful=False), time.perf_counter()
+    run, start = Recorder(deciders, subject, faithful=False), time.perf_counter()
     thresholds = way(run)
     passes, seconds = run.count, time.perf_counter() - start
     realised = [run.outcome(tau).realised for tau in thresholds]  # what was not run is, after the clock stopped

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ... import rule
 from ...budget import check_budget
-from ...decider import Runtime
+from ...decider import Deciders
 from ...decider.rows import PHASES
 from ...decider.settings import check_tables
 from ...engines.traces.record import Trace
@@ -145,9 +145,9 @@ def _protected(trace: Trace, policy: TokenPolicy, plan: Plan | None) -> dict[str
         check_tables(plan, policy, set())
     if plan is None or trace.fingerprint is None:
         return {key: policy.protected(_routing(ids, gates)) for key, (ids, gates) in trace.layers.items()}
-    runtime = Runtime(plan, policy)
+    deciders = Deciders(plan, policy)
     return {
-        key: runtime.add(key, trace.experts(key), "cpu").protected(_routing(ids, gates))
+        key: deciders.add(key, trace.experts(key), "cpu").protected(_routing(ids, gates))
         for key, (ids, gates) in trace.layers.items()
     }
 

@@ -65,12 +65,12 @@ def _layer(model: nn.Module, path: str) -> nn.Module:
 def sensitivity(model: PreTrainedModel, plan: Plan, policy: TokenPolicy, ids: Tensor, tau: float) -> Numbers:
     """√KL on ids [B, L] when one layer alone skips what lies under τ; a pass for each layer."""
     found: Numbers = {}
-    with attached(model, plan, policy) as runtime:
-        with runtime.aside():
+    with attached(model, plan, policy) as deciders:
+        with deciders.bypass():
             whole = predict(model, ids)
-        runtime.set(torch.full((3,), tau))
-        for key in runtime.layers:
-            for other, layer in runtime.layers.items():  # every other layer is guarded
+        deciders.set(torch.full((3,), tau))
+        for key in deciders:
+            for other, layer in deciders.items():  # every other layer is guarded
                 layer.weighed, layer.factor[1] = True, 1.0 if other == key else torch.inf
             found[key] = max(0.0, float(compare(whole, predict(model, ids))[:, 0].sum())) ** 0.5
     return found
@@ -86,6 +86,6 @@ def fitted_gains(model: PreTrainedModel, plan: Plan, policy: TokenPolicy, ids: S
     def products(y: Tensor, less: Tensor) -> Tensor:
         return torch.stack([(y * less).sum(), (less * less).sum()])
 
-    with attached(model, plan, replace(policy, gain="none", compensate=None)) as runtime:
-        sums = gathered(runtime, tau, lambda: [predict(model, part) for part in ids], products)
+    with attached(model, plan, replace(policy, gain="none", compensate=None)) as deciders:
+        sums = gathered(deciders, tau, lambda: [predict(model, part) for part in ids], products)
     return {key: float(a / b) if b > 0 and a > 0 else 1.0 for key, (a, b) in sums.items()}
