@@ -16,7 +16,7 @@ from .budget import check_budget
 from .checkpoint import MoEModel
 from .decider import Runtime, merge
 from .decider.rows import BUDGETS, Budget
-from .decider.settings import Skip, alignment, by_phase, check_tables, check_threshold, plain, policy_for
+from .decider.settings import Skip, by_phase, check_tables, check_threshold, plain, policy_for
 from .decider.tracking import Control, check_control, look_up
 from .engines.transformers import Attachment, base_of
 from .engines.transformers.attachment import CHANGING
@@ -166,15 +166,11 @@ class ACE:
 
     def _set(self, skip: Skip, number: int = 0) -> None:
         tau, targets = look_up(self.plan, self.policy, skip, self.workload, self.control)
-        statistics = alignment(self.plan, self.policy, skip, self.workload)
         self.runtime.set(tau, number, targets)
-        self.runtime.align(statistics)
 
     @contextmanager
     def rows(self, budgets: Sequence[Skip]) -> Iterator[None]:
         """Inside, each sequence of a batch has the budget at its place; `report()["requests"]` tells them apart."""
-        if self.policy.aligned:
-            raise BudgetError("Under `aligned` sequences have one budget: its statistics are of one τ.")
         if not self.policy.token_local:
             raise PolicyError(
                 f"Policy {self.policy.key!r} decides by the batch or the sequence: all sequences of a batch have one budget."
@@ -218,8 +214,6 @@ class ACE:
     def set_threshold(self, threshold: float | Tensor) -> None:
         """τ itself, for all phases or as [prefill, decode] or [prefill, decode, verify]."""
         tau = check_threshold(threshold)
-        if self.policy.aligned and tau.any():
-            raise BudgetError("Under `aligned` a τ needs statistics of its own: set a mapped budget with `set_skip`.")
         self.runtime.set(tau)
         self.runtime.reset()
         self.skip = None

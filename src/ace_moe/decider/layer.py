@@ -13,7 +13,6 @@ from .. import rule
 from ..errors import IntegrationError, PlanError
 from ..plan import missing_table
 from ..policies import Decision, Policy, Routing, TokenPolicy
-from ..policies.base import MEAN
 from ..policies.calibration import answers
 from .executors import Chosen
 from .rows import PHASES, Same, Tokens, row_of
@@ -45,8 +44,6 @@ class Layer(nn.Module):
     counts: Tensor
     reads: Tensor
     factor: Tensor
-    table_mean_output: Tensor
-    statistics: Tensor
 
     def __init__(
         self,
@@ -63,7 +60,6 @@ class Layer(nn.Module):
         votes: bool = False,
         experts: int = 1,
         width: int = 1,
-        hidden: int = 1,
     ):
         super().__init__()
         self.training = False  # of a model that learns it is told when it is attached
@@ -79,8 +75,6 @@ class Layer(nn.Module):
         self.trace: Callable[[Tensor, Tensor], None] | None = None  # given ids and gates as the router gave them
         with torch.inference_mode(False):
             self._make_buffers(tables, guarded, torch.device(device))
-            if policy.aligned:  # [2, d]: scale and shift of skipped sums; without statistics those stay what they are
-                self._keep("statistics", torch.tensor([[1.0], [0.0]], device=device).repeat(1, hidden))
         self.rule = ""  # the rule as the kernels take it
         self.views: tuple[str, ...] = ()  # its tables
         self._rule: Any = None
@@ -93,15 +87,13 @@ class Layer(nn.Module):
         for name in policy.tables:
             if name not in tables:
                 raise PlanError(missing_table(policy.key, name, policy.calibrated))
-            # of a vector for each expert half the bytes will do: they are read for every skipped slot
-            kind = torch.bfloat16 if name == MEAN and device.type == "cuda" else torch.float32
-            table = tables[name].detach().to(device, kind, copy=True).contiguous()
+            table = tables[name].detach().to(device, torch.float32, copy=True).contiguous()
             self._keep(f"table_{name}", policy.ready(name, table) if name in policy.needs else table)
         form = policy.kernel_rule()
         own = tables[form.factor] if form is not None and form.factor else 1.0
         common = torch.inf if guarded else tables[policy.factor] if policy.factor else 1.0
         self.names = policy.tables  # here, because a compiler that looks on does not see through every property
-        self.weighed, self.compensates, self.aligned = policy.factor is not None, MEAN in self.names, policy.aligned
+        self.weighed = policy.factor is not None
         gain = (
             1.0 if policy.gain in rule.GAINS else tables[policy.gain] if policy.gain in tables else float(policy.gain)
         )
@@ -124,8 +116,8 @@ class Layer(nn.Module):
         from ..kernels import decide
 
         policy, weighed = self.policy, self.weighed or form.factor is not None
-        gain, coded = policy.gain if policy.gain in rule.GAINS else rule.CONSTANT, self.mean is not None
-        self.rule = str(decide.Rule(form, gain, policy.min_active, policy.min_mass, weighed, coded))
+        gain = policy.gain if policy.gain in rule.GAINS else rule.CONSTANT
+        self.rule = str(decide.Rule(form, gain, policy.min_active, policy.min_mass, weighed))
         self.views = tuple(f"table_{name}" for name in form.tables)
         self._rule = decide.rule if opaque else decide.launch_rule
         self._route = decide.route if opaque else decide.launch_route
@@ -152,8 +144,6 @@ class Layer(nn.Module):
         else:
             decision = self._in_torch(ids, gates, rows, hidden)
             found = torch.where(decision.keep, decision.ids, self.mark), decision.gates
-            if self.mean is not None:
-                found = rule.coded(*found, ids, gates, decision.keep)
         if self.after is not None:
             self.after()
         return found
@@ -221,11 +211,6 @@ class Layer(nn.Module):
             factor=self.factor[1] if self.weighed else None,
             constant=None if policy.gain in rule.GAINS else self.factor[2],
         )
-
-    @property
-    def mean(self) -> Tensor | None:
-        """[E, d]: what stands in for a skipped slot of each expert; such slots are coded then (`rule.coded`)."""
-        return self.table_mean_output if self.compensates else None
 
     def _tables(self) -> dict[str, Tensor]:
         return {name: getattr(self, f"table_{name}") for name in self.names}

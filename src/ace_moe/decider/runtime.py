@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -32,7 +32,6 @@ class Runtime:
         self.plan, self.policy, self.state = plan, policy, State(budgets)
         self.votes = restore or reads
         self.layers: dict[str, Layer] = {}
-        self.alignment: Mapping[str, Tensor] = {}  # [2, d] by layer
         self.restore(restore)
         self.padding_known = True  # since the last reset
         self.tracker: Tracker | None = None
@@ -43,7 +42,6 @@ class Runtime:
         guarded = factor is not None and key in self.plan.guarded.get(factor, ())
         size = self.plan.fingerprint.structure.get(key, {})
         options |= {"experts": size.get("experts", 1), "width": size.get("top_k", 1), "votes": self.votes}
-        options |= {"hidden": size.get("hidden", 1)}
         layer = Layer(key, self.policy, tables, self.state, mark, device=device, guarded=guarded, **options)
         self.layers[key] = layer
         return layer
@@ -64,15 +62,8 @@ class Runtime:
             self.track()
             self._counted_anew()
 
-    def align(self, statistics: Mapping[str, Tensor]) -> None:
-        """Scale and shift [2, d] of skipped sums by layer, where the policy has such; none: sums stay as they are."""
-        self.alignment = statistics
-        for key, layer in self.layers.items() if self.policy.aligned else ():
-            layer.statistics.copy_(statistics[key] if statistics else torch.tensor([[1.0], [0.0]]))
-
     def take_over(self, other: Runtime) -> None:
-        """τ, targets, statistics and restoring as they are there."""
-        self.align(other.alignment)
+        """τ, targets and restoring as they are there."""
         self.state.set(other.state.tau, other.state.target)
         self.state.restore(other.state.restores)
 
@@ -82,10 +73,6 @@ class Runtime:
 
     def restore(self, on: bool) -> None:
         """Slots come back from now on, or no longer."""
-        if on and self.policy.aligned:
-            raise PolicyError(
-                "Slots cannot be restored under `aligned`: its statistics are of sums without them. Leave restore or aligned out."
-            )
         if on and not self.votes:
             raise OptionError("Slots can be restored only if that was asked for at the start: `restore=True`.")
         self.state.restore(on)

@@ -13,7 +13,6 @@ from torch import Tensor
 from ..budget import check_budget
 from ..errors import BudgetError, PlanError, PolicyError
 from ..plan import Answer, Plan, missing_table
-from ..plan.shapes import aligned_tables
 from ..plan.workloads import pick
 from ..policies import AUTO, POLICIES, Policy, choose, make
 from ..policies.base import COMMON
@@ -37,7 +36,7 @@ def policy_for(
     **settings: Any,
 ) -> Policy:
     """The policy that is meant. `auto`: the plan's recommendation, else its newest thresholds' (of a text that is named),
-    else the gate share. `served`: of what engines can run that decide token by token and repair nothing."""
+    else the gate share. `served`: of what engines can run that decide token by token."""
     known = _recommended(plan, served, workload) if policy == AUTO and preset is None else None
     return choose(policy, preset, **settings) if known is None else _made(known, settings)
 
@@ -61,7 +60,7 @@ def _made(known: Mapping[str, Any], settings: Mapping[str, Any]) -> Policy:
 
 def _recommended(plan: Plan, served: bool, workload: str | None) -> Mapping[str, Any] | None:
     found = plan.recommendation or {}
-    settings = (found.get("served") if served else None) or found.get("settings")
+    settings = found.get("served") or found.get("settings")  # `served`: an older plan's best without a repair
     if settings is not None:
         return settings
     text = None if workload is None else pick(plan.workloads, workload).sha256
@@ -95,25 +94,6 @@ def answers(plan: Plan, policy: Policy, skip: Skip, workload: str | None = None)
         return found
     skipping = {p: answer for p, answer in found.items() if answer.expected != 0}
     return found | {p: replace(a, how="uncorrected", error=None, notice=a.notice or APART) for p, a in skipping.items()}
-
-
-def alignment(plan: Plan, policy: Policy, skip: Skip, workload: str | None = None) -> dict[str, Tensor]:
-    """Scale and shift [2, d] by layer for a budget, where the policy has such; they belong to mapped budgets alone."""
-    wanted = {b for b in by_phase(skip).values() if b != 0} if policy.aligned else set()
-    if len(wanted) > 1:
-        raise BudgetError("Under `aligned` phases have one budget, or 0: its statistics are of one τ.")
-    if not wanted:
-        return {}
-    (budget,) = wanted
-    answer = plan.answer(policy.settings, budget, workload=workload)
-    names = aligned_tables(policy.settings, budget, answer.workload.sha256 if answer.workload else "")
-    if plan.lacks(names):
-        known = sorted({t.budget for t in plan.thresholds if t.fits(policy.settings)})
-        raise BudgetError(
-            f"Under `aligned` a budget has statistics of its own, and {budget:g} has none on this text; mapped are "
-            f"{', '.join(f'{b:g}' for b in known) or 'none'}. Map it with `ace budget … --gain aligned`, or leave aligned out."
-        )
-    return {key: torch.stack([layer[name] for name in names]) for key, layer in plan.tables.items()}
 
 
 def by_phase(skip: Skip) -> dict[str, float]:

@@ -95,8 +95,6 @@ def check_control(control: object, policy: Policy) -> Control:
         raise PolicyError(
             f"Thresholds move by themselves for policies that decide token by token; {policy.key!r} does not."
         )
-    if control == "track" and policy.aligned:
-        raise PolicyError("Thresholds cannot move under `aligned`: its statistics are of one τ. Leave one of them out.")
     return control
 
 

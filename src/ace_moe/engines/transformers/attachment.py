@@ -28,7 +28,7 @@ from ...kernels import usable
 from ...policies.calibration import router_logits
 from .experts import CHILD, IMPLEMENTATION, UNRULED, Choice, choose_executor
 from .generation import Told, listen
-from .modules import block_of, device_of, leaves_sentinels_out, refuse_adapters, refuse_repair, ruled, stack_of
+from .modules import block_of, device_of, leaves_sentinels_out, refuse_adapters, ruled, stack_of
 from .passes import Pass
 
 MINE, PASS = "_ace_attachment", "_ace_pass"  # on the model, and on each of its stacks
@@ -54,10 +54,7 @@ class Attachment:
     """A runtime in one model. On any error the model is left as it was."""
 
     def __init__(self, model: PreTrainedModel, runtime: Runtime, sites: list[Site], dispatch: Choice = "auto"):
-        if runtime.policy.aligned and dispatch == "kernels":
-            raise IntegrationError("`aligned` runs on the torch path: leave it or dispatch='kernels' out.")
-        self.model, self.runtime = ref(model), runtime
-        self.dispatch: Choice = "torch" if runtime.policy.aligned else dispatch
+        self.model, self.runtime, self.dispatch = ref(model), runtime, dispatch
         self.passes: dict[str, Pass] = {}
         # weak: a model that its user drops without detaching is gone
         self._undo: list[tuple[ref[nn.Module], Undo]] = []
@@ -80,8 +77,6 @@ class Attachment:
             layer = self._add(module, site, stack)
             if (block := block_of(model, site.path)) is not None:
                 stack.again.add(block, layer)
-            if layer.mean is not None or layer.aligned:
-                refuse_repair(model, module)
             if not is_registered(module):
                 self._hook_unregistered(site.path, module, layer)
             if layer.policy.needs_logits:

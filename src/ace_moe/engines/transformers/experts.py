@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from transformers.integrations.finegrained_fp8 import FP8ExpertsInterface, fp8_grouped_mm_experts_forward
 from transformers.integrations.moe import ExpertsInterface, grouped_mm_experts_forward
 
-from ... import rule
 from ...checkpoint.structure import is_registered
 from ...decider.executors import Chosen, Offer, choose, compact
 from ...kernels import foreign, without_triton
@@ -50,13 +49,7 @@ def _implementation(stock: Stock, ruled: bool = True) -> Stock:
         executor = layer.chosen.executor
         if layer.learning and executor.name == Kernels.name and HOST not in vars(self):
             executor = WHOLE
-        if layer.mean is None or executor.name == Kernels.name:  # the kernels add it themselves
-            found = executor(stock, self, hidden_states, ids, gates)
-            return rule.align(found, (ids == layer.mark).any(-1), layer.statistics) if layer.aligned else found
-        added = rule.stand_in(ids, gates, layer.mean)
-        ids, gates = torch.where(ids < 0, layer.mark, ids), torch.where(ids < 0, 0.0, gates)
-        found = executor(stock, self, hidden_states, ids, gates)
-        return (found.float() + added).to(found.dtype)
+        return executor(stock, self, hidden_states, ids, gates)
 
     return forward
 
@@ -103,7 +96,7 @@ class Kernels:
             hidden, ids, gates, module.gate_up_proj if gated else module.up_proj, module.down_proj,
             getattr(module, "gate_up_proj_bias" if gated else "up_proj_bias", None),
             getattr(module, "down_proj_bias", None), gated, layout.interleaved, layout.transposed,
-            *layout.activation, **self._factors(module), **self._copies(module), mean=getattr(module, CHILD).mean,
+            *layout.activation, **self._factors(module), **self._copies(module),
         )  # fmt: skip
 
     def _factors(self, module: nn.Module) -> dict[str, Any]:

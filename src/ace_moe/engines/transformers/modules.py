@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...checkpoint import Site
-from ...checkpoint.structure import is_registered
 from ...errors import IntegrationError
 from .experts import CHILD, HOST
 
@@ -61,16 +60,6 @@ def device_of(module: nn.Module) -> torch.device:
     if parked is None:
         return next(module.parameters()).device
     return torch.device(parked if not isinstance(parked, int) else f"cuda:{parked}")
-
-
-def refuse_repair(model: nn.Module, module: nn.Module) -> None:
-    """What mends a skipped sum is added once, behind experts that we run."""
-    own = "" if is_registered(module) else f"{type(module).__name__} is outside transformers' experts registry"
-    spread = "every rank of a tensor-parallel model would add it" if (getattr(model, "_tp_size", None) or 1) > 1 else ""
-    if own or spread:
-        raise IntegrationError(
-            f"Skipped sums cannot be repaired here: {own or spread}. Leave `compensate` out, or name another --policy."
-        )
 
 
 def refuse_adapters(model: nn.Module, site: Site) -> None:
