@@ -1,12 +1,11 @@
 """One MoE layer: our kernels against stock grouped_mm and vLLM's, and what deciding costs. Qwen3-30B-A3B shapes, uniform routing.
 
-    python benchmarks/layer.py [--parts experts deciding equal mean] [--tokens 1 2 4 …] [--profile] [--out FILE]
+    python benchmarks/layer.py [--parts experts deciding equal] [--tokens 1 2 4 …] [--profile] [--out FILE]
 
 experts   the experts alone, nothing skipped and 60 %
 deciding  microseconds of the rule's launch by policy, and of routing and rule in one
 equal     router, rule and experts by policy, each at the τ at which it reads as many experts as the others; where a batch
           needs every expert whatever is skipped, at the τ at which it runs as many slots
-mean      the experts with the mean of skipped ones added, against the same slots without, timed in turn
 
 Every time is a CUDA graph over 8 layers' distinct weights and routings, or over 64 launches of the rule; medians. `bytes`
 counts each needed expert once.
@@ -14,12 +13,12 @@ counts each needed expert once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 
 import torch
 from check_gpu import experts_module
-from running import Row, in_turn, made_here, parser, settled, store
+from running import Row, made_here, parser, settled, store
 from torch import Tensor
 from transformers.integrations.moe import grouped_mm_experts_forward
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
@@ -153,22 +152,6 @@ def equal(tokens: int, weights: list[Weights], skip: float) -> list[Row]:
     return rows
 
 
-def with_mean(tokens: int, skip: float, weights: list[Weights]) -> Row:
-    inputs = [routing(tokens, skip, seed) for seed in range(len(weights))]
-    every = [routing(tokens, 0.0, seed)[1] for seed in range(len(weights))]  # the same experts, none skipped
-    coded = [(x, torch.where(ids < EXPERTS, ids, -2 - e), g) for (x, ids, g), e in zip(inputs, every, strict=True)]
-    means = [torch.randn(EXPERTS, HIDDEN, device=DEVICE).bfloat16() for _ in weights]
-    steps = (partial(run_all, inputs, weights, [None] * len(means)), partial(run_all, coded, weights, means))
-    ways = {name: partial(graph_time, step) for name, step in zip(("plain", "mean"), steps, strict=True)}
-    times = [sorted(found)[2] / len(weights) for found in in_turn(ways, 5).values()]
-    found = {"plain_us": times[0], "mean_us": times[1], "change": times[1] / times[0] - 1}
-    return {"tokens": tokens, "skip": skip, **found}
-
-
-def run_all(inputs: list[Routed], weights: list[Weights], means: Sequence[Tensor | None]) -> list[Tensor]:
-    return [experts.run(*i, w, m) for i, w, m in zip(inputs, weights, means, strict=True)]
-
-
 def whole(made: Layer, steps: list[tuple[Tensor, Tensor, Weights]]) -> list[Tensor]:
     return [experts.run(x, *made.route(z, KIND, torch.bfloat16), w) for x, z, w in steps]
 
@@ -215,7 +198,7 @@ def shown(rows: list[Row]) -> list[Row]:
 
 def main() -> None:
     made = parser(__doc__, tokens=[1, 2, 4, 8, 16, 32, 64, 256, 1024, 4096], profile=False)
-    parts = ("experts", "deciding", "equal", "mean")
+    parts = ("experts", "deciding", "equal")
     made.add_argument("--parts", nargs="+", choices=parts, default=parts)
     made.add_argument(
         "--deciding", type=int, nargs="+", default=[1, 16, 64, 4096], help="tokens of the rule and of equal"
@@ -234,8 +217,6 @@ def main() -> None:
         result["rows"] = [row for tokens in options.tokens for row in run_experts(tokens, *given)]
     if "equal" in options.parts:
         result["equal"] = [row for tokens in options.deciding for row in shown(equal(tokens, weights, options.skip))]
-    if "mean" in options.parts:
-        result["mean"] = [row for tokens in options.tokens for row in shown([with_mean(tokens, 0.6, weights)])]
     store(options.out, result)
 
 

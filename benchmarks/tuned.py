@@ -4,14 +4,13 @@
 
 Tuned on one text at the budgets, then measured on the others: each candidate's thresholds come from the unskipped model on the
 text itself, so all skip the same, and KL is moved to the budget from the ratio that was realised. `--candidates N`: the best N by
-tuning beside every score with `power`; 0 takes all. `--plain`: without the mean of skipped experts.
+tuning beside every score with `power`; 0 takes all.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -61,13 +60,11 @@ def judge(texts: dict[str, dict[str, Any]], auto: str, budgets: list[float]) -> 
 
 
 def listed(tuned: Tuned, number: int) -> list[TokenPolicy]:
-    """What is measured: named methods, the choice and its kin, and the best of the rest."""
+    """What is measured: named methods, the choice, and the best of the rest."""
     tried = [_made(row["settings"]) for row in tuned.tried]
     rest = [p for p in tried if label(p) in {label(s) for s in scores()}]
-    named = [tuned.policy, _made(tuned.recommendation["served"]), PRESETS["paper"], Ace(), BASELINE]
-    twins = [replace(p, compensate=None) for p in tried[: number or len(tried)] if p.compensate]
-    twins += [replace(tuned.policy, compensate=how) for how in (None, "mean")]
-    return list(dict.fromkeys([*named, *tried[: number or len(tried)], *twins, *rest]))
+    named = [tuned.policy, PRESETS["paper"], Ace(), BASELINE]
+    return list(dict.fromkeys([*named, *tried[: number or len(tried)], *rest]))
 
 
 def _made(settings: dict[str, Any]) -> TokenPolicy:
@@ -78,7 +75,7 @@ def _made(settings: dict[str, Any]) -> TokenPolicy:
 
 
 def main() -> None:
-    made = parser(__doc__, budgets=[0.4, 0.5, 0.6], window=1024, candidates=12, plain=False, device="cpu")
+    made = parser(__doc__, budgets=[0.4, 0.5, 0.6], window=1024, candidates=12, device="cpu")
     made.add_argument("model", type=Path)
     made.add_argument("--tune", type=Path, required=True)
     made.add_argument("--texts", type=Path, nargs="+", required=True)
@@ -88,7 +85,7 @@ def main() -> None:
     options = made.parse_args()
     model, plan, start = load_model(options.model, options.device), build_plan(options.model), time.perf_counter()
     windows = text_for(model, options.model, options.tune, options.window, options.tokens)
-    tuned = tune(model, plan, windows, options.budgets, mean=not options.plain, path=options.work)
+    tuned = tune(model, plan, windows, options.budgets, path=options.work)
     seconds = time.perf_counter() - start
     result: dict[str, Any] = {
         "kind": "tuned",

@@ -321,12 +321,8 @@ def test_run_makes_its_own_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     with patch.dict(os.environ, {"ACE_CACHE": str(tmp_path)}):
         ask = ("run", MODEL, "--prompt", "The city", "--max-new-tokens", 2, "--json")
         first, second = run_ace(*ask), run_ace(*ask)
-        mended = run_ace(*ask, "--policy", "share:compensate=mean", "--dtype", "float32")
-        aligned = [run_ace(*ask, "--policy", "share:gain=aligned", "--skip", skip) for skip in (0.3, 0.35)]
     assert first.json["requested"] == 0.3 and second.json["text"] == first.json["text"]
     assert "mapping 30%" in first.err and "mapping" not in second.err
-    assert mended.json["realised"] > 0, "what vLLM cannot serve runs here"
-    assert all(ran.json["realised"] > 0 for ran in aligned), "no curve answers for a budget without statistics"
 
 
 def test_chat_with_live_budgets(plan: Path) -> None:

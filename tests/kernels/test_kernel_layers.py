@@ -24,7 +24,7 @@ FURTHER = [
     make("ace", gain="kept", fusion="min"), make("ace", fusion="mean", min_active=3, min_mass=0.5),
     make("gsp", gain="none", min_active=2), make("rcr", min_mass=0.7), make("share", squared=True, gain="none"),
     make("share", factor="factor_x"), make("modes", factor="factor_x"), make("top_p", squared=True, gain="kept"),
-    make("share", gain=0.9), make("top_p", gain="gain_x", min_active=2), make("share", compensate="mean", gain=1.1),
+    make("share", gain=0.9), make("top_p", gain="gain_x", min_active=2),
 ]  # fmt: skip
 
 

@@ -177,14 +177,11 @@ def _tokens(model: str, text: Path) -> str:
 
 def _known(plan: Any, policy: Any, budget: float, workload: str | None, given: str | None) -> bool:
     """Whether the plan has a threshold; on a text that was given, one of its own."""
-    from ..decider.settings import alignment
-
     if given is not None:
         own = [t for t in plan.thresholds if t.workload.sha256 == given and t.fits(policy.settings)]
         return any(abs(t.budget - budget) < 1e-9 for t in own)
     try:
         plan.threshold(policy.settings, budget, workload=workload)
-        alignment(plan, policy, budget, workload)  # a τ between two that were mapped has none
     except BudgetError:
         return False
     return True

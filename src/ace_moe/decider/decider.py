@@ -122,8 +122,11 @@ class Decider(nn.Module):
 
     # ---- deciding -----------------------------------------------------------------------------------------------
 
-    def decide(self, ids: Tensor, gates: Tensor) -> tuple[Tensor, Tensor]:
-        """ids, gates [T, k] as the router gave them → what runs: `skipped` and 0 at skipped slots. No host sync."""
+    def decide(self, ids: Tensor, gates: Tensor, hidden: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """ids, gates [T, k] as the router gave them → what runs: `skipped` and 0 at skipped slots. No host sync.
+
+        `hidden` [T, d], the experts' input, is for policies and observers that look at it.
+        """
         rows = self.tokens.rows(ids.shape[0], ids.device)
         if self.trace is not None:
             self.trace(ids, gates)
@@ -131,7 +134,7 @@ class Decider(nn.Module):
             arguments = (ids, gates, rows, self.tau, self.factor, self._kernel_tables(), self._counter(), self.skipped)
             ids, gates = self.kernel.rule(*arguments, self.kernel.settings, self._voting(), self.experts)
         else:
-            decision = self._in_torch(ids, gates, rows)
+            decision = self._in_torch(ids, gates, rows, hidden)
             ids, gates = torch.where(decision.keep, decision.ids, self.skipped), decision.gates
         if self.after is not None:
             self.after()
@@ -161,13 +164,14 @@ class Decider(nn.Module):
     def _counter(self) -> Tensor:
         return self.counts if self.tokens.counting else torch.zeros_like(self.counts)
 
-    def _in_torch(self, ids: Tensor, gates: Tensor, rows: Tensor) -> Decision:
+    def _in_torch(self, ids: Tensor, gates: Tensor, rows: Tensor, hidden: Tensor | None) -> Decision:
         """Decide by the policy's own `route`. Padding has τ = 0: its slots stay the router's own."""
         routing = Routing(
             ids,
             gates,
             self._tables(),
             self.tau[rows.long()].unsqueeze(-1),
+            hidden=hidden,
             token_mask=rows > 0 if self.observers else None,
             factor=self.factor[1] if self.weighed else None,
             constant=None if self.policy.gain in rule.GAINS else self.factor[2],

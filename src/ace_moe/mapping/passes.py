@@ -22,11 +22,9 @@ from ..policies import Decision, Policy, Routing, TokenPolicy
 from ..scoring.fidelity import Fidelity, compare
 from ..scoring.predictions import predict
 from ..scoring.statistics import token_interval
-from ..text import Windows, windows_of
-from .aligned import Statistics, statistics
+from ..text import Windows
 from .fit import Histogram
 
-ALIGNED_ON = 8  # windows
 JUDGED_ON = 16  # windows: enough for an interval, few beside the passes that map
 Run = Callable[[PreTrainedModel, Windows, int], Any]  # reads a text in batches of windows
 
@@ -55,28 +53,22 @@ def attached(model: PreTrainedModel, plan: Plan, policy: Policy, sites: list[Sit
 
 @dataclass(eq=False)
 class Passes:
-    """Passes over one text under a policy that is attached; `run` reads the text, `results` are what it returned by τ.
-
-    Where skipped sums are aligned, each τ has statistics of its own, from the first windows of `learned`, else of the text.
-    """
+    """Passes over one text under a policy that is attached; `run` reads the text, `results` are what it returned by τ."""
 
     deciders: Deciders
     model: PreTrainedModel
     windows: Windows
     batch: int = 1
     run: Run = read_through
-    learned: Windows | None = None
     results: dict[float, Any] = field(default_factory=dict)
     count: int = 0
-    _statistics: dict[float, Statistics] = field(default_factory=dict)
 
     @property
     def policy(self) -> Policy:
         return self.deciders.policy
 
     def set(self, threshold: float) -> None:
-        """This τ in every phase, with its statistics; counters start anew."""
-        self.deciders.align(self.statistics(threshold))
+        """This τ in every phase; counters start anew."""
         self.deciders.set(torch.full((3,), threshold))
         self.deciders.reset()
 
@@ -101,16 +93,6 @@ class Passes:
         with self.deciders.observed(lambda key: observer):
             self.results[threshold] = self.run(self.model, self.windows, self.batch)
         return seen
-
-    def statistics(self, threshold: float) -> Statistics:
-        """Of skipped sums at this τ, made once; none where they are not aligned."""
-        if threshold == 0 or not self.policy.aligned:
-            return {}
-        if threshold not in self._statistics:
-            part = windows_of((self.learned or self.windows).ids[:ALIGNED_ON], "")
-            read = partial(read_through, self.model, part, self.batch)
-            self._statistics[threshold] = statistics(self.deciders, threshold, read)
-        return self._statistics[threshold]
 
 
 class Counted(Histogram):

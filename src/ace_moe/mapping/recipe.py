@@ -23,7 +23,6 @@ from ..scoring.predictions import predicts
 from ..tables.build import add_tables
 from ..text import Windows, windows_of
 from . import fit as mapping
-from .aligned import with_statistics
 from .curves import curve_of
 from .fit import Dense, Fit
 from .passes import Passes, Run, attached, judge, read_through
@@ -111,8 +110,6 @@ def map_budgets(
             for budget in todo:
                 fits[budget] = fit_budgets(passes, [budget], correct=correct, dense=dense)[0]
                 plan = plan.with_thresholds(entries([fits[budget]], policy, windows))
-                found = passes.statistics(fits[budget].threshold)
-                plan = with_statistics(plan, policy, windows, budget, found) if found else plan
                 save(plan)
                 task.advance()
     if judged:

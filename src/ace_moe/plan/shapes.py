@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from ..errors import PlanError
-from .entries import compared, expect
+from .entries import expect
 
 CORE = {"gsp", "rcr"}  # tables every plan has, unless it says why not
 FACTOR = "factor_"  # tables with one number a layer, by which contributions are multiplied
@@ -21,13 +19,6 @@ Shapes = Mapping[str, Sequence[str]]
 Structure = Mapping[str, Mapping[str, Any]]
 Tables = dict[str, dict[str, Tensor]]
 AGAIN = "Build it again with `ace tables`."
-
-
-def aligned_tables(settings: Mapping[str, Any], budget: float, sha256: str) -> tuple[str, str]:
-    """Names of the scale and the shift [hidden] of skipped sums that belong to a threshold: settings, budget and text."""
-    of = json.dumps([compared(settings), round(budget, 9), sha256], sort_keys=True)  # 0.1 + 0.2 is 0.3
-    mark = hashlib.sha256(of.encode()).hexdigest()[:12]
-    return f"aligned_scale_{mark}", f"aligned_shift_{mark}"
 
 
 def check_declared(shapes: dict[str, Any]) -> dict[str, list[str]]:

@@ -20,8 +20,6 @@ __all__ = ["Decision", "Model", "Policy", "Routing", "Site", "Tables", "TokenPol
 COMMON = ("gain", "min_active", "min_mass", "factor")
 GAIN_TABLE = "gain_"  # what a table begins with that has one gain for each layer
 MOST_GAIN = 4.0
-MEAN = "mean_output"
-ALIGNED = "aligned"
 Mapped = Literal["quantile", "search"]
 
 
@@ -85,21 +83,14 @@ class Policy(ABC):
 
     @property
     def tables(self) -> tuple[str, ...]:
-        """All tables a layer must have: the method's own, the factor's, the gain's and what stands in for skipped slots."""
-        repair = getattr(self, "compensate", None)  # not by `super()`, which no compiler sees through
-        mean = MEAN if repair == "mean" else None
-        further = (self.factor, self.gain if self.gain.startswith(GAIN_TABLE) else None, mean)
+        """All tables a layer must have: the method's own, the factor's and the gain's."""
+        further = (self.factor, self.gain if self.gain.startswith(GAIN_TABLE) else None)
         return (*self.needs, *(name for name in further if name is not None))
 
     @property
-    def aligned(self) -> bool:
-        """Whether skipped sums get the mean and spread of whole ones, by statistics that belong to a budget."""
-        return getattr(self, "compensate", None) == ALIGNED
-
-    @property
     def servable(self) -> bool:
-        """Whether it decides a token by its gates and tables and repairs nothing: what every engine can run."""
-        plain = isinstance(self, TokenPolicy) and self.token_local and self.compensate is None
+        """Whether it decides a token by its gates and tables: what every engine can run."""
+        plain = isinstance(self, TokenPolicy) and self.token_local
         return plain and not self.needs_logits and not self.needs_norms
 
     def ready(self, name: str, table: Tensor) -> Tensor:
@@ -144,8 +135,8 @@ def _named(gain: object) -> Gain:
         value = -1.0
     if isinstance(gain, bool) or not 0 < value <= MOST_GAIN:
         raise PolicyError(
-            f"gain must be one of {', '.join(GAINS)}, a number above 0 and up to {MOST_GAIN:g}, a table {GAIN_TABLE}… of the "
-            f"plan, or {ALIGNED} for a policy that decides token by token and nothing else in `compensate`; not {gain!r}."
+            f"gain must be one of {', '.join(GAINS)}, a number above 0 and up to {MOST_GAIN:g}, or a table {GAIN_TABLE}… of the "
+            f"plan; not {gain!r}."
         )
     return f"{value:g}"
 
@@ -155,31 +146,22 @@ class TokenPolicy(Policy):
     """Decides each token by itself: skip the slots whose contribution is under the threshold.
 
     `denominator` k2 divides the gates by the mass of the router's top-k2 instead of its top-k; 0 leaves them as they are.
-    `compensate="mean"`: a skipped slot adds its gate times what its expert answers on average, a table from weights alone.
-    `compensate="aligned"` (LDA, arXiv 2609.09241): the sum y of a token that lost a slot becomes σ₀ (y − μ) / σ + μ₀ in each
-    of its d components; μ, σ and μ₀, σ₀ are those of skipped and whole sums on a text. `gain="aligned"`: that over `power`.
     """
 
     mapping: ClassVar[Mapped] = "quantile"
     token_local: ClassVar[bool] = True
 
     denominator: int = 0
-    compensate: str | None = None
 
     def __post_init__(self) -> None:
-        if self.gain == ALIGNED and self.compensate in (None, ALIGNED):
-            object.__setattr__(self, "compensate", ALIGNED)
-            object.__setattr__(self, "gain", "power")
         super().__post_init__()
         if not isinstance(self.denominator, int) or self.denominator < 0:
             raise PolicyError(f"denominator is a number of experts, or 0 for the model's k; not {self.denominator!r}.")
-        if self.compensate not in (None, "mean", ALIGNED):
-            raise PolicyError(f"compensate is mean, {ALIGNED} or nothing, not {self.compensate!r}.")
 
     @property
     def params(self) -> dict[str, Any]:
         """Without what says nothing."""
-        return {k: v for k, v in super().params.items() if v or k not in ("denominator", "compensate")}
+        return {k: v for k, v in super().params.items() if v or k != "denominator"}
 
     @property
     def needs_logits(self) -> bool:  # type: ignore[override]

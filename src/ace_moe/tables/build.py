@@ -16,7 +16,7 @@ from ..checkpoint.model import check_sizes
 from ..errors import OutputError, PlanError, StructureError
 from ..files import cache_folder
 from ..plan import Plan
-from . import SHAPES, TABLES, tables
+from . import TABLES, tables
 
 MOST_KEPT = 64  # plans of models that were given none; each has under a few MiB
 logger = logging.getLogger("vllm.ace_moe")  # what happens in an engine's worker is seen in its log
@@ -59,7 +59,7 @@ def add_tables(plan: Plan, wanted: Iterable[str], model: str | Path | PreTrained
         found[site.key], missing = tables(moe.layer(site), names)
         if missing:
             raise StructureError(" ".join(missing.values()))
-    return plan.with_tables(found, shapes={name: SHAPES[name] for name in names if name in SHAPES})
+    return plan.with_tables(found)
 
 
 def _moe(model: str | Path | PreTrainedModel | MoEModel) -> MoEModel:

@@ -118,7 +118,7 @@ class Attachment:
 
         def hook(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
             here = getattr(module, CHILD, None)
-            return None if here is None else (args[0], *here.decide(args[1], args[2]), *args[3:])
+            return None if here is None else (args[0], *here.decide(args[1], args[2], args[0]), *args[3:])
 
         handle = module.register_forward_pre_hook(hook)
         self._later(module, lambda m: handle.remove())

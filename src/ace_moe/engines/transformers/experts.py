@@ -45,7 +45,7 @@ def _implementation(stock: Stock, ruled: bool = True) -> Stock:
             return stock(self, hidden_states, top_k_index, top_k_weights)
         ids, gates = top_k_index, top_k_weights
         if ruled and decider.place == "experts":
-            ids, gates = decider.decide(ids, gates)
+            ids, gates = decider.decide(ids, gates, hidden_states)
         return decider.chosen.executor(stock, self, hidden_states, ids, gates)
 
     return forward

@@ -189,11 +189,6 @@ def check_policy(policy: Policy) -> None:
     """Only methods that decide a token by its gates and tables can be served: batches there mix requests."""
     if policy.servable:
         return
-    if repair := getattr(policy, "compensate", None):
-        raise PolicyError(
-            f"compensate={repair!r} cannot be served: what stands in for skipped slots is added by our executors in "
-            "transformers alone. Leave it out."
-        )
     why = "it decides by the batch or the sequence, which mix requests in a server"
     if policy.needs_logits or policy.needs_norms:
         why = "it needs router logits or expert outputs beside the gates"

@@ -10,7 +10,6 @@ from ...errors import OptionError
 from ...plan import Plan, typed
 from ...policies import POLICIES, PRESETS, Policy, find, make
 from ...policies import parse as parse_method
-from ...policies.base import ALIGNED
 from ...rule import GAINS
 
 CITED = "cited"  # each method with the gain of its own paper
@@ -70,7 +69,7 @@ class Grid:
     @property
     def calibrated(self) -> bool:
         """Whether any of the methods needs a text."""
-        return ALIGNED in self.gains or any(class_of(method).calibrated for method in self.methods)
+        return any(class_of(method).calibrated for method in self.methods)
 
 
 def class_of(method: str) -> type[Policy]:
@@ -109,8 +108,7 @@ def parse_methods(text: str) -> tuple[str, ...]:
 
 def parse_gains(text: str) -> tuple[str, ...]:
     gains = tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
-    wrong = [gain for gain in gains if gain not in (*GAINS, ALIGNED, CITED)]
+    wrong = [gain for gain in gains if gain not in (*GAINS, CITED)]
     if wrong or not gains:
-        known = ", ".join((*GAINS, ALIGNED))
-        raise OptionError(f"gains are some of {known} and {CITED} (each method's own), not {text!r}.")
+        raise OptionError(f"gains are some of {', '.join(GAINS)} and {CITED} (each method's own), not {text!r}.")
     return gains

@@ -101,7 +101,7 @@ class Recorder(Passes):
     def __init__(self, deciders: Deciders, subject: Subject, faithful: bool = True):
         """`faithful`: whether passes are held against the unskipped model."""
         run = partial(score, whole=self._whole) if faithful else score
-        super().__init__(deciders, subject.model, subject.windows, subject.batch, run, subject.calibration)
+        super().__init__(deciders, subject.model, subject.windows, subject.batch, run)
         self.subject = subject
         self.outcomes: dict[float, Outcome] = {}
         self.asked: list[float] = []  # every τ, whether a pass was needed for it or not

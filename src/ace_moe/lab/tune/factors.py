@@ -12,11 +12,13 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ... import rule
 from ...checkpoint import MoEModel
-from ...mapping.aligned import gathered
+from ...decider.layer import Layer
 from ...mapping.passes import attached
 from ...plan import Plan
-from ...policies import TokenPolicy
+from ...policies import Decision, Routing, TokenPolicy
+from ...policies.calibration import run_experts
 from ...scoring.fidelity import compare
 from ...scoring.predictions import predict
 
@@ -79,13 +81,35 @@ def sensitivity(model: PreTrainedModel, plan: Plan, policy: TokenPolicy, ids: Te
 # ---- the gain that fits a layer -----------------------------------------------------------------------------------------
 
 
+@torch.inference_mode()
 def fitted_gains(model: PreTrainedModel, plan: Plan, policy: TokenPolicy, ids: Sequence[Tensor], tau: float) -> Numbers:
     """c = Σ⟨y, ŷ⟩ / Σ⟨ŷ, ŷ⟩ of each layer: what brings the skipped sum ŷ closest to the whole one y, over tokens that lost a
     slot at τ, with nothing skipped before."""
+    products = {key: torch.zeros(2, dtype=torch.float64) for key in plan.tables}
 
-    def products(y: Tensor, less: Tensor) -> Tensor:
-        return torch.stack([(y * less).sum(), (less * less).sum()])
+    def add(layer: Layer, routing: Routing, protected: Tensor | None, decision: Decision) -> None:
+        assert protected is not None
+        y, less = _sums(layer, routing, rule.kept(protected, tau))
+        products[layer.key] += torch.stack([(y * less).sum(), (less * less).sum()]).cpu()
 
-    with attached(model, plan, replace(policy, gain="none", compensate=None)) as deciders:
-        sums = gathered(deciders, tau, lambda: [predict(model, part) for part in ids], products)
-    return {key: float(a / b) if b > 0 and a > 0 else 1.0 for key, (a, b) in sums.items()}
+    with (
+        attached(model, plan, replace(policy, gain="none")) as deciders,
+        deciders.bypass(),
+        deciders.observed(lambda key: partial(add, deciders[key], experts[key])),
+    ):
+        for part in ids:
+            predict(model, part)
+    return {key: float(a / b) if b > 0 and a > 0 else 1.0 for key, (a, b) in products.items()}
+
+
+def _sums(decider: Decider, experts: nn.Module, routing: Routing, keep: Tensor) -> tuple[Tensor, Tensor]:
+    """The experts' sums of tokens that lose a slot, whole and as the policy would skip and rescale, [T, d] each."""
+    lost = ~keep.all(-1)
+    assert routing.hidden is not None
+    lost = lost if routing.token_mask is None else lost & routing.token_mask
+    x, e = routing.hidden.reshape(-1, routing.hidden.shape[-1])[lost], routing.ids[lost]
+    if not len(x):  # nothing for a grouped product
+        return x.double(), x.double()
+    ways = (routing.gates, decider.policy.skip(routing, keep).gates)
+    whole, skipped = (run_experts(experts, x, e, gates[lost]).double() for gates in ways)
+    return whole, skipped
