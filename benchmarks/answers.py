@@ -29,12 +29,13 @@ from ace_moe.lab.compare.store import write_json
 from ace_moe.lab.tasks.tasks import TASKS, Task, find_file, read_rows
 from ace_moe.lab.tune import tune
 from ace_moe.lab.tune.candidates import BASELINE, label
-from ace_moe.mapping import map_budgets, text_for
+from ace_moe.mapping import TextSource, map_budgets
 from ace_moe.mapping.passes import attached
 from ace_moe.plan import Plan
 from ace_moe.policies import PRESETS, Policy, TokenPolicy
 from ace_moe.provenance import provenance
 from ace_moe.scoring.statistics import mean_difference, mean_interval
+from ace_moe.text import Text
 
 NAMES = ("lambada", "piqa", "arc_easy", "sciq")
 BUDGETS = (0.3, 0.5, 0.6)
@@ -118,7 +119,7 @@ def ways(
     model: PreTrainedModel, options: argparse.Namespace, source: Path
 ) -> dict[str, tuple[Plan, Policy, list[float]]]:
     """Plan, policy and thresholds of each way, found on the text."""
-    windows = text_for(model, source, options.text, 1024, options.tokens)
+    windows = TextSource(source, Text.of(options.text), 1024, options.tokens).windows(model)
     auto: TokenPolicy = BASELINE
     plan = build_plan(model)
     if options.tune:

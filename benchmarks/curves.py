@@ -22,12 +22,12 @@ from transformers import PreTrainedModel
 from ace_moe import ACE, build_plan
 from ace_moe.checkpoint.loading import default_device, load_model
 from ace_moe.files import hashes
-from ace_moe.mapping import Passes, map_budgets, text_for
+from ace_moe.mapping import Passes, TextSource, map_budgets
 from ace_moe.mapping.passes import attached
 from ace_moe.plan import Plan
 from ace_moe.policies import Policy, make
 from ace_moe.provenance import provenance
-from ace_moe.text import Windows
+from ace_moe.text import Text, Windows
 
 MAPPED = [round(0.1 * n, 1) for n in range(1, 9)]
 COUNT = 16
@@ -94,7 +94,7 @@ def switch(plan: Plan, policy: Policy, model: PreTrainedModel) -> Row:
 
 def study(source: Path, options: argparse.Namespace) -> Row:
     model, policy = load_model(source), make(options.policy)
-    windows = text_for(model, source, options.text, tokens=options.tokens)
+    windows = TextSource(source, Text.of(options.text), tokens=options.tokens).windows(model)
     start = time.perf_counter()
     plan = map_budgets(model, build_plan(source), policy, windows, MAPPED, batch=options.batch).plan
     row: Row = {"model": source.name, "policy": options.policy, "limit": plan.curves[-1].limit}
@@ -103,7 +103,7 @@ def study(source: Path, options: argparse.Namespace) -> Row:
     row["mapped"] = [{"budget": t.budget, "threshold": t.threshold, "realised": t.realised} for t in plan.thresholds]
     row["rows"] = executed(model, plan, policy, windows, options.batch)
     if options.other:
-        other = text_for(model, source, options.other, tokens=options.tokens // 4)
+        other = TextSource(source, Text.of(options.other), tokens=options.tokens // 4).windows(model)
         row["carried"] = carried(model, plan, policy, other, options.batch)
     return row
 

@@ -24,7 +24,7 @@ from transformers.integrations.moe import grouped_mm_experts_forward
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 from tune import EXPERTS, HIDDEN, MIDDLE, TOP_K, graph_time, layer, routing
 
-from ace_moe.decider import Decider, row_of
+from ace_moe.decider import row_of
 from ace_moe.decider.rows import Same
 from ace_moe.decider.state import State
 from ace_moe.kernels import experts
@@ -81,14 +81,22 @@ def measure(tokens: int, skip: float, weights: list[Weights], modules: list[Qwen
 # ---- deciding --------------------------------------------------------------------------------------------------------
 
 
-def decider(policy: str, tau: float = 0.0) -> Layer:
+def decider(policy: str, tau: float = 0.0) -> Decider:
     """A layer that decides as an engine's does, all tokens decode."""
     made, state = make(policy), State()
     state.set(torch.full((4,), tau))
     tables = {name: torch.rand(EXPERTS) + 0.5 for name in made.tables}
-    found = Layer("0", made, tables, state, EXPERTS, device=DEVICE, kernels=True, opaque=False)
-    found.tokens = Same(row_of("decode"))
-    return found
+    return Decider(
+        "0",
+        made,
+        tables,
+        state,
+        experts=EXPERTS,
+        tokens=Same(row_of("decode")),
+        device=DEVICE,
+        kernels=True,
+        opaque=False,
+    )
 
 
 def many(step: Callable[[], object]) -> float:
@@ -111,14 +119,14 @@ def deciding(tokens: int) -> Row:
 # ---- policies at equal reads -----------------------------------------------------------------------------------------
 
 
-def reads(made: Layer, logits: list[Tensor]) -> tuple[float, float]:
+def reads(made: Decider, logits: list[Tensor]) -> tuple[float, float]:
     """(experts read in the mean of the steps, share of slots kept), logits [T, E] of each step."""
     kept = [ids[ids < EXPERTS] for ids, _ in (made.route(z, KIND, torch.bfloat16) for z in logits)]
     slots = sum(len(z) for z in logits) * TOP_K
     return sum(len(k.unique()) for k in kept) / len(kept), sum(len(k) for k in kept) / slots
 
 
-def meet(made: Layer, logits: list[Tensor], target: tuple[float, float], rounds: int = 20) -> float:
+def meet(made: Decider, logits: list[Tensor], target: tuple[float, float], rounds: int = 20) -> float:
     """Sets and returns the τ of the target's reads, or of its slots where it reads all experts: both fall as τ grows."""
     which = int(target[0] > 0.95 * EXPERTS)
 
@@ -129,7 +137,7 @@ def meet(made: Layer, logits: list[Tensor], target: tuple[float, float], rounds:
     return use(made, settled(saved, -target[which], rounds))
 
 
-def use(made: Layer, tau: float) -> float:
+def use(made: Decider, tau: float) -> float:
     made.state.set(torch.full((4,), tau))
     return tau
 
@@ -152,7 +160,7 @@ def equal(tokens: int, weights: list[Weights], skip: float) -> list[Row]:
     return rows
 
 
-def whole(made: Layer, steps: list[tuple[Tensor, Tensor, Weights]]) -> list[Tensor]:
+def whole(made: Decider, steps: list[tuple[Tensor, Tensor, Weights]]) -> list[Tensor]:
     return [experts.run(x, *made.route(z, KIND, torch.bfloat16), w) for x, z, w in steps]
 
 

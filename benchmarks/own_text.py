@@ -15,10 +15,11 @@ from transformers import PreTrainedModel
 from ace_moe import build_plan
 from ace_moe.checkpoint.loading import load_model
 from ace_moe.files import hashes
-from ace_moe.mapping import Mapped, Passes, map_budgets, text_for
+from ace_moe.mapping import Mapped, Passes, TextSource, map_budgets
 from ace_moe.mapping.passes import attached
 from ace_moe.policies import make
 from ace_moe.provenance import provenance
+from ace_moe.text import Text
 
 BUDGETS = (0.3, 0.5, 0.6)
 EACH = {0.3: 0.07, 0.5: 0.04, 0.6: 0.04}  # how far a text's ratio may be from the request
@@ -30,7 +31,7 @@ def realised(model: PreTrainedModel, mapped: Mapped, source: Path, texts: list[P
     found = {}
     with attached(model, mapped.plan, mapped.passes.policy) as deciders:
         for text in texts:
-            passes = Passes(deciders, model, text_for(model, source, text, tokens=tokens), batch=4)
+            passes = Passes(deciders, model, TextSource(source, Text.of(text), tokens=tokens).windows(model), batch=4)
             found[text.stem] = {f"{fit.budget:g}": passes(fit.threshold).ratio(fit.threshold) for fit in mapped.fits}
     return found
 
@@ -54,7 +55,7 @@ def main() -> None:
     result = made_here(rows=[], provenance=record)
     for source in options.models:
         model, plan = load_model(source), build_plan(source)
-        windows = text_for(model, source, None)
+        windows = TextSource(source).windows(model)
         for policy in options.policies:
             mapped = map_budgets(model, plan, make(policy), windows, BUDGETS, batch=8)
             rows = realised(model, mapped, source, options.texts, options.tokens)

@@ -23,10 +23,11 @@ from ace_moe.lab.tune import Tuned, tune
 from ace_moe.lab.tune.candidates import BASELINE, key_of, label, scores
 from ace_moe.lab.tune.evidence import Evidence, Part, logs_at
 from ace_moe.lab.tune.trials import Trials
-from ace_moe.mapping import text_for
+from ace_moe.mapping import TextSource
 from ace_moe.mapping.unfinished import Journal
 from ace_moe.policies import PRESETS, Ace, TokenPolicy, make
 from ace_moe.provenance import provenance
+from ace_moe.text import Text
 
 ALLOWED = 0.05  # how far the choice may be behind the best candidate
 
@@ -84,7 +85,7 @@ def main() -> None:
     made.add_argument("--work", type=Path, help="a file beside which a stopped search goes on")
     options = made.parse_args()
     model, plan, start = load_model(options.model, options.device), build_plan(options.model), time.perf_counter()
-    windows = text_for(model, options.model, options.tune, options.window, options.tokens)
+    windows = TextSource(options.model, Text.of(options.tune), options.window, options.tokens).windows(model)
     tuned = tune(model, plan, windows, options.budgets, path=options.work)
     seconds = time.perf_counter() - start
     result: dict[str, Any] = {
@@ -97,7 +98,7 @@ def main() -> None:
     result["command"] = result["provenance"]["command"]
     policies = listed(tuned, options.candidates)
     for text in options.texts:
-        read = text_for(model, options.model, text, options.window, options.windows * options.window)
+        read = TextSource(options.model, Text.of(text), options.window, options.windows * options.window).windows(model)
         search = Trials(model, tuned.searched, read, options.budgets, Journal(None, {}))
         usable = [p for p in policies if search.has(p.tables)]
         result["texts"][text.name] = measure(search, usable, len(read.ids))

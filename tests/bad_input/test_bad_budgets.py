@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from ace_moe.decider.settings import policy_for
 from bad_input_cases import TOP_K, Refuse, budget_arguments, run_arguments
 
 from ace_moe import ACE, build_plan
 from ace_moe.budget import check_budget
 from ace_moe.checkpoint.loading import load_model
-from ace_moe.decider.settings import policy_for
 from ace_moe.errors import BudgetError, PolicyError
 from ace_moe.plan import Plan
 from ace_moe.plan.entries import Threshold, Workload

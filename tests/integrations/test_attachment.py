@@ -18,7 +18,6 @@ import ace_moe
 import zoo
 from ace_moe import ACE, build_plan
 from ace_moe.checkpoint.loading import load_model
-from ace_moe.decider import Decider
 from ace_moe.demo import MODEL
 from ace_moe.errors import IntegrationError
 from ace_moe.plan import Plan

@@ -7,7 +7,7 @@ from kernel_cases import DEVICE
 import zoo
 from ace_moe import ACE, build_plan
 from ace_moe.checkpoint import MoEModel
-from ace_moe.decider import Decider, row_of
+from ace_moe.decider import row_of
 from ace_moe.decider.rows import Same
 from ace_moe.decider.state import State
 from ace_moe.engines.transformers.experts import Kernels, choose_executor, kernels_for

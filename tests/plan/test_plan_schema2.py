@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from ace_moe.decider.settings import policy_for
 from plan_cases import SETTINGS, edited, entry, plan_of, put
 from torch import Tensor
 
-from ace_moe.decider.settings import policy_for
 from ace_moe.errors import PlanError
 from ace_moe.plan import Plan
 

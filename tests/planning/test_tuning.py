@@ -13,12 +13,12 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from ace_moe.decider.settings import policy_for
 from hypothesis import given
 from hypothesis import strategies as st
 
 import zoo
 from ace_moe import ACE, build_plan
-from ace_moe.decider.settings import policy_for
 from ace_moe.demo import MODEL, TEXT
 from ace_moe.engines.vllm.settings import Settings
 from ace_moe.errors import PlanError, TextError

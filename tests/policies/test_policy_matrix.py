@@ -7,7 +7,6 @@ import torch
 from policy_cases import EXPERTS, KINDS, VARIANTS, K, label, of, part, routing, tables
 
 from ace_moe import rule
-from ace_moe.decider.decider import Decider
 from ace_moe.decider.rows import Same, row_of
 from ace_moe.decider.state import State
 from ace_moe.errors import PolicyError

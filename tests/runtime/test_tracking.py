@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 import zoo
 from ace_moe import ACE, build_plan
 from ace_moe.decider import row_of
+from ace_moe.decider.controller import HIGHEST, LOWEST, Tracker, moved
 from ace_moe.decider.report import NOT_COUNTED
 from ace_moe.decider.rows import Same, rows_for
 from ace_moe.decider.state import NONE, State
-from ace_moe.decider.controller import HIGHEST, LOWEST, Tracker, moved
 from ace_moe.errors import OptionError, PolicyError
 
 K, LAYERS = 8, 4

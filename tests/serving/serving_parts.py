@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ace_moe.decider import Decider, Part
+from ace_moe.decider import Layer, Part
 from ace_moe.decider.state import State
 from ace_moe.demo import MODEL
 from ace_moe.engines.vllm.rows import Rows, Step

@@ -11,7 +11,7 @@ import torch
 from serving_parts import EXPERTS, TOP_K, layer, routing, step
 from torch import Tensor
 
-from ace_moe.decider import Decider
+from ace_moe.decider import Layer
 from ace_moe.engines.vllm.rows import Rows, Step
 from ace_moe.engines.vllm.skipping import SKIPPED
 

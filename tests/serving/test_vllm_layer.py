@@ -9,7 +9,7 @@ import torch
 from serving_parts import EXPERTS, TOP_K, layer, routing, step
 
 from ace_moe import rule
-from ace_moe.decider import Decider, row_of
+from ace_moe.decider import Layer, row_of
 from ace_moe.decider.rows import Phase
 from ace_moe.engines.vllm.rows import Step
 from ace_moe.engines.vllm.skipping import SKIPPED

@@ -107,12 +107,11 @@ def simulate(
 
     Thresholds are quantiles of the trace. Steps are drawn from different requests.
     """
-    from ..decider.settings import policy_for
     from ..lab.compare.store import SCHEMA, write_json
     from ..lab.traffic.simulate import Simulation
     from ..lab.traffic.timing import cost_of
     from ..plan import Plan
-    from ..policies import choose
+    from ..policies import choose, policy_for
     from ..provenance import provenance
 
     check_output(output, "results", trace, plan, bench)

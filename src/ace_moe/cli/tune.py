@@ -40,9 +40,10 @@ def tune(
     """
     from ..checkpoint import MoEModel
     from ..lab.tune import tune as search
-    from ..mapping import text_for
+    from ..mapping import TextSource
     from ..plan import Plan, update
     from ..provenance import provenance
+    from ..text import Text
 
     read = Plan.load(plan)
     wanted = reachable(budgets, USUAL, read.top_k)
@@ -55,7 +56,7 @@ def tune(
     def save(now: Plan) -> None:
         update(plan, read, replace(now, made=(*had.made, record)))
 
-    windows = text_for(loaded, model, text, window, tokens)
+    windows = TextSource(model, None if text is None else Text.of(text), window, tokens).windows(loaded)
     found = search(loaded, had, windows, wanted, path=plan, save=save)
     if as_json:
         return print_json({"plan": str(plan), **found.recommendation, "tried": found.tried})

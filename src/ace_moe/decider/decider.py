@@ -84,7 +84,7 @@ class Decider(nn.Module):
         policy, form = self.policy, self.policy.kernel_rule()
         for name in policy.tables:
             if name not in tables:
-                raise PlanError(missing_table(policy.key, name))
+                raise PlanError(missing_table(policy.key, name, policy.calibrated))
             table = tables[name].detach().to(device, torch.float32, copy=True).contiguous()
             self._keep(f"table_{name}", policy.ready(name, table) if name in policy.needs else table)
         own = tables[form.factor] if form is not None and form.factor else 1.0
@@ -110,6 +110,11 @@ class Decider(nn.Module):
     def decide_at_router(self) -> None:
         """Decide where the router is, in one kernel with its top-k, and leave the experts' ids alone."""
         self.place = "router"
+
+    def weigh(self, factor: float) -> None:
+        """Multiply this layer's contributions by another factor from now on; ∞ keeps every slot."""
+        self.weighed = True
+        self.factor[1] = factor
 
     def observe(self, observer: Observer) -> Callable[[], None]:
         """Show the observer every decision, which is taken in torch then; returns what ends it."""

@@ -48,7 +48,7 @@ def lookup_phases(plan: Plan, policy: Policy, budget: Budget, workload: str | No
     if budget.uniform:
         return [plan.answer(policy.settings, budget.decode, "both", workload)] * len(PHASES)
     phases = ["decode" if p == "verify" and budget.verify == budget.decode else p for p in PHASES]
-    answers = [plan.answer(policy.settings, budget.by_phase[p], p, workload) for p in phases]  # type: ignore[arg-type,index]
+    answers = [plan.answer(policy.settings, budget.by_phase[p], p, workload) for p in phases]
     return [
         a if a.expected == 0 else replace(a, how="uncorrected", error=None, notice=a.notice or APART) for a in answers
     ]

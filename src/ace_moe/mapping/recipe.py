@@ -102,7 +102,10 @@ def map_budgets(
     correct = policy != PRESETS["paper"] if correct is None else correct
     plan = prepare(plan, policy, model, calibration_part(windows))
     known = {} if again else {b: f for b in wanted if (f := known_fit(plan, policy, windows, b, correct)) is not None}
-    with nullcontext(deciders) if deciders else attached(model, plan, policy) as deciders, partial or nullcontext():
+    with (
+        nullcontext(deciders) if deciders is not None else attached(model, plan, policy) as deciders,
+        partial or nullcontext(),
+    ):
         passes, fits = Passes(deciders, model, windows, batch, run), dict(known)
         todo = [b for b in wanted if b not in known]
         plan, dense = _dense(passes, plan, partial, again)

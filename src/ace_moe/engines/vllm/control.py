@@ -6,6 +6,7 @@ import warnings
 from typing import Any
 
 from ...decider import Part, merge
+from ...decider.settings import Skip
 from ...errors import AceError, OptionError
 from .skipping import Skipping, find
 
@@ -67,7 +68,7 @@ def _set(
     """All of it or nothing."""
     if (skip is None) == (threshold is None) and (restore is None or skip is not None):
         raise OptionError('Give either a budget ("skip") or a threshold, not both and not none.')
-    before = skipping.deciders.state.restores
+    before = skipping.runtime.state.restores
     if restore is not None:
         skipping.set_restore(restore)
     try:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...decider import Layer
 from ...decider.executors import Chosen, Executor, Offer, choose, kept_alone
 from ...errors import IntegrationError
 from .backends import (

@@ -14,8 +14,8 @@ from collections.abc import Callable, Mapping
 from functools import wraps
 from typing import Any
 
-from ...decider.controller import look_up
 from ...decider.rows import BUDGETS, Budget
+from ...decider.tracking import look_up
 from ...errors import AceError, OptionError
 from .settings import Settings, settings_of
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from ...budget import check_tables, policy_for
 from ...checkpoint import MoEModel
-from ...decider.controller import Control, look_up
+from ...decider.settings import Skip, check_tables, policy_for
+from ...decider.tracking import Control, look_up
 from ...errors import IntegrationError, OptionError, PolicyError, brief
 from ...plan import Plan
 from ...policies import AUTO, Policy, choose
@@ -189,6 +189,11 @@ def check_policy(policy: Policy) -> None:
     """Only methods that decide a token by its gates and tables can be served: batches there mix requests."""
     if policy.servable:
         return
+    if repair := getattr(policy, "compensate", None):
+        raise PolicyError(
+            f"compensate={repair!r} cannot be served: what stands in for skipped slots is added by our executors in "
+            "transformers alone. Leave it out."
+        )
     why = "it decides by the batch or the sequence, which mix requests in a server"
     if policy.needs_logits or policy.needs_norms:
         why = "it needs router logits or expert outputs beside the gates"

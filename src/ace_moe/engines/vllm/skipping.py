@@ -1,4 +1,4 @@
-"""The skipping of one engine in one process: its deciders, the rows of its steps, and how vLLM's layers join it."""
+"""The skipping of one engine in one process: its runtime, the rows of its steps, and how vLLM's layers join it."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from ...budget import check_threshold
-from ...decider import Deciders, Part
-from ...decider.controller import look_up
+from ...decider import Layer, Part, Runtime
 from ...decider.rows import BUDGETS, Budget
+from ...decider.settings import Skip, check_threshold
+from ...decider.tracking import look_up
 from ...errors import AceError, IntegrationError, PlanError
 from ...kernels import usable
 from ...plan import structure_difference
@@ -79,7 +79,7 @@ class Skipping:
         self.whole = vllm_config.parallel_config.pipeline_parallel_size == 1
         self.device = torch.device(vllm_config.device_config.device)
         self.rows = Rows(vllm_config.scheduler_config.max_num_batched_tokens, self.device)
-        self.deciders = Deciders(plan, policy, BUDGETS, restore=restores(settings.restore))
+        self.runtime = Runtime(plan, policy, BUDGETS, restore=restores(settings.restore))
         self.skip: Skip | None = None
         self.split = False
         self.owned: dict[str, int] = {}  # requests with budgets of their own, and the number of their budget
@@ -92,19 +92,19 @@ class Skipping:
 
     @property
     def policy(self) -> Any:
-        return self.deciders.policy
+        return self.runtime.policy
 
     def describe(self) -> str:
-        prefill, decode, verify = self.deciders.state.tau[1:4].tolist()
+        prefill, decode, verify = self.runtime.state.tau[1:4].tolist()
         return f"budget {self.skip!r}: τ = {prefill:.6f} in prefill, {decode:.6f} in decode, {verify:.6f} in verify"
 
     # ---- layers -------------------------------------------------------------------------------------------------
 
     def add(self, index: int, name: str, found: Mapping[str, int]) -> Layer | None:
         """The layer with this decoder number; None for a draft model's layer, which is left as it is."""
-        key, plan = str(index), self.deciders.plan
+        key, plan = str(index), self.runtime.plan
         structure = plan.fingerprint.structure
-        if key in self.deciders or index >= self.decoder_layers:  # the model itself is built before its drafts
+        if key in self.runtime.layers or index >= self.decoder_layers:  # the model itself is built before its drafts
             logger.warning("ACE: %s is of a draft model, of which the plan knows nothing: left unskipped.", name)
             return None
         if key not in structure:
@@ -118,7 +118,7 @@ class Skipping:
             raise PlanError(
                 f"The plan is of another model ({plan.model or 'unnamed'}): {difference}. Build one with `ace tables`."
             )
-        layer = self.deciders.add(key, SKIPPED, self.device, kernels=usable(self.device), opaque=False)
+        layer = self.runtime.add(key, SKIPPED, self.device, kernels=usable(self.device), opaque=False)
         layer.tokens = self.rows
         if self.tracing is not None:
             layer.trace = self.tracing.keeper(key)
@@ -139,7 +139,7 @@ class Skipping:
 
     def ready(self) -> None:
         """After the model is loaded and before it serves: every layer is there and knows how it runs."""
-        missing = sorted(set(self.deciders.plan.fingerprint.structure) - set(self.deciders))
+        missing = sorted(set(self.runtime.plan.fingerprint.structure) - set(self.runtime.layers))
         if self.whole and missing:
             raise IntegrationError(
                 f"vLLM runs layer {missing[0]} (and {len(missing) - 1} more) outside its common MoE layer, where ACE cannot "
@@ -147,10 +147,10 @@ class Skipping:
             )
         for choose in self.later:
             choose()
-        if self.settings.track and self.deciders:
-            self.deciders.track()
-            last = max(self.deciders, key=int)
-            self.deciders[last].after = self.deciders.after_step
+        if self.settings.track and self.runtime.layers:
+            self.runtime.track()
+            last = max(self.runtime.layers, key=int)
+            self.runtime.layers[last].after = self.runtime.after_step
 
     def begin(self) -> None:
         """Warm-ups are over: what they ran is no request's."""
@@ -198,8 +198,8 @@ class Skipping:
     def _set(self, skip: Skip, number: int = 0) -> None:
         """Requests' budgets go by the text the server was started with: front ends have looked them up there."""
         workload = self.settings.workload if number else self.workload
-        tau, targets = look_up(self.deciders.plan, self.policy, skip, workload, self.settings.control)
-        self.deciders.set(tau, number, targets)
+        tau, targets = look_up(self.runtime.plan, self.policy, skip, workload, self.settings.control)
+        self.runtime.set(tau, number, targets)
 
     def admit(self, scheduled: Any, alive: Container[str]) -> None:
         """Requests of a step with budgets of their own, of those the runner knows; all ranks see the same, in the same order.
@@ -226,19 +226,19 @@ class Skipping:
         return self.budgets.index(budget) + 1
 
     def set_restore(self, on: bool) -> None:
-        self.deciders.restore(on)
+        self.runtime.restore(on)
 
     def set_threshold(self, threshold: Any) -> None:
         """τ itself, for all phases or as [prefill, decode]."""
-        self.deciders.set(check_threshold(threshold))
+        self.runtime.set(check_threshold(threshold))
         self.skip = None
 
     def reset(self) -> None:
-        self.deciders.reset()
+        self.runtime.reset()
 
     def lie_down(self) -> None:
         """The engine is about to sleep."""
-        self.asleep = self.asleep or Asleep(self.part(), (self.rows.buffer, *self.deciders.tensors()))
+        self.asleep = self.asleep or Asleep(self.part(), (self.rows.buffer, *self.runtime.tensors()))
 
     def get_up(self, tags: Sequence[str] | None) -> None:
         """Some of its memory, or all, is there again."""
@@ -251,7 +251,7 @@ class Skipping:
         if self.tracing is not None:  # nobody waits for the last step of a busy hour
             self.tracing.flush()
             self.tracing.save()
-        return self.deciders.part(skip=self.skip, split=self.split, budgets=[str(b) for b in self.budgets], **place)
+        return self.runtime.part(skip=self.skip, split=self.split, budgets=[str(b) for b in self.budgets], **place)
 
 
 def restores(wanted: bool | None) -> bool:

@@ -71,7 +71,7 @@ def observe(
     model: PreTrainedModel, ace: ACE, ids: Tensor, steps: int | None = None, expected: Expected | None = None
 ) -> Routed:
     """Routing of one pass over ids [B, S] with the attached plan; with `steps` of the last ones alone, step by step."""
-    experts, batch = next(iter(ace.deciders.values())).mark, len(ids)
+    experts, batch = next(iter(ace.deciders.values())).experts, len(ids)
     seen = _Seen((batch, ids.shape[1]), steps, experts)
     paths = {site.router_path for site in MoEModel.of(model).sites} - {None}
     with ace.deciders.observed(lambda key: seen.decided), ExitStack() as hooks:

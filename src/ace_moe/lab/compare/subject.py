@@ -143,7 +143,7 @@ def _by_expert(deciders: Deciders) -> Iterator[dict[str, Tensor]]:
     counted = {key: layer.counts.new_zeros(2, layer.skipped + 1) for key, layer in deciders.items()}
 
     def add(key: str, routing: Routing, protected: Tensor | None, decision: Decision) -> None:
-        ran = torch.where(decision.keep, decision.ids, deciders[key].mark)
+        ran = torch.where(decision.keep, decision.ids, deciders[key].skipped)
         both = torch.stack([routing.ids, ran]).flatten(1).long()
         counted[key].scatter_add_(1, both, torch.ones_like(both))
 

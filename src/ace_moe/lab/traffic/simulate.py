@@ -14,13 +14,13 @@ from ... import rule
 from ...budget import check_budget
 from ...decider import Deciders
 from ...decider.rows import PHASES
-from ...decider.settings import check_tables
 from ...engines.traces.record import Trace
 from ...errors import OptionError, PolicyError, TraceError, out_of_reach
 from ...mapping.fit import Histogram
 from ...plan import Plan
 from ...policies import Policy, Routing, TokenPolicy
 from ...policies.batch import marked
+from ...tables.check import check_tables
 
 STEPS = 256  # random steps of each size
 
@@ -142,12 +142,12 @@ def _protected(trace: Trace, policy: TokenPolicy, plan: Plan | None) -> dict[str
     """Protected contributions of every slot, [T, k] by layer."""
     if plan is not None and trace.fingerprint is not None:
         plan.check_model(trace.fingerprint)
-        check_tables(plan, policy, set())
+        check_tables(plan, policy)
     if plan is None or trace.fingerprint is None:
         return {key: policy.protected(_routing(ids, gates)) for key, (ids, gates) in trace.layers.items()}
     deciders = Deciders(plan, policy)
     return {
-        key: deciders.add(key, trace.experts(key), "cpu").protected(_routing(ids, gates))
+        key: deciders.add(key, experts=trace.experts(key)).protected(_routing(ids, gates))
         for key, (ids, gates) in trace.layers.items()
     }
 

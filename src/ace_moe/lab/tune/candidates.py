@@ -9,11 +9,10 @@ from dataclasses import replace
 from typing import Any
 
 from ...budget import check_budget
-from ...decider.settings import check_tables
 from ...errors import AceError
 from ...plan import Plan
 from ...policies import Share, TokenPolicy, make
-from ...tables import TABLES
+from ...tables.check import check_tables
 
 SCORES = ("share", "share:squared=true", "top_p", "top_p:squared=true", "relative", "fixed", "gsp", "rcr", "ace")
 GAINS = ("none", "kept", "0.95", "1.05", "1.1")
@@ -51,7 +50,7 @@ def _called(table: str) -> str:
 def usable(plan: Plan, policy: TokenPolicy, budgets: Sequence[float]) -> bool:
     """Whether the model has the tables and the safeguards leave room."""
     try:
-        check_tables(plan, policy, set(TABLES))
+        check_tables(plan, policy)
         for budget in budgets:
             check_budget(budget, plan.top_k, policy.min_active)
     except AceError:

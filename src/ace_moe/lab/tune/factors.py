@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from ... import rule
 from ...checkpoint import MoEModel
-from ...decider.layer import Layer
+from ...engines.transformers import attached_to
 from ...mapping.passes import attached
 from ...plan import Plan
 from ...policies import Decision, Routing, TokenPolicy
@@ -72,8 +72,8 @@ def sensitivity(model: PreTrainedModel, plan: Plan, policy: TokenPolicy, ids: Te
             whole = predict(model, ids)
         deciders.set(torch.full((3,), tau))
         for key in deciders:
-            for other, layer in deciders.items():  # every other layer is guarded
-                layer.weighed, layer.factor[1] = True, 1.0 if other == key else torch.inf
+            for other, decider in deciders.items():  # every other layer is guarded
+                decider.weigh(1.0 if other == key else torch.inf)
             found[key] = max(0.0, float(compare(whole, predict(model, ids))[:, 0].sum())) ** 0.5
     return found
 
@@ -87,22 +87,23 @@ def fitted_gains(model: PreTrainedModel, plan: Plan, policy: TokenPolicy, ids: S
     slot at τ, with nothing skipped before."""
     products = {key: torch.zeros(2, dtype=torch.float64) for key in plan.tables}
 
-    def add(layer: Layer, routing: Routing, protected: Tensor | None, decision: Decision) -> None:
+    def add(key: str, experts: nn.Module, routing: Routing, protected: Tensor | None, decision: Decision) -> None:
         assert protected is not None
-        y, less = _sums(layer, routing, rule.kept(protected, tau))
-        products[layer.key] += torch.stack([(y * less).sum(), (less * less).sum()]).cpu()
+        y, less = _sums(plain, experts, routing, rule.kept(protected, tau))
+        products[key] += torch.stack([(y * less).sum(), (less * less).sum()]).cpu()
 
-    with (
-        attached(model, plan, replace(policy, gain="none")) as deciders,
-        deciders.bypass(),
-        deciders.observed(lambda key: partial(add, deciders[key], experts[key])),
-    ):
-        for part in ids:
-            predict(model, part)
+    plain = replace(policy, gain="none")
+    with attached(model, plan, plain) as deciders, deciders.bypass():
+        attachment = attached_to(model)
+        assert attachment is not None
+        experts = dict(zip(deciders, attachment.experts(), strict=True))
+        with deciders.observed(lambda key: partial(add, key, experts[key])):
+            for part in ids:
+                predict(model, part)
     return {key: float(a / b) if b > 0 and a > 0 else 1.0 for key, (a, b) in products.items()}
 
 
-def _sums(decider: Decider, experts: nn.Module, routing: Routing, keep: Tensor) -> tuple[Tensor, Tensor]:
+def _sums(policy: TokenPolicy, experts: nn.Module, routing: Routing, keep: Tensor) -> tuple[Tensor, Tensor]:
     """The experts' sums of tokens that lose a slot, whole and as the policy would skip and rescale, [T, d] each."""
     lost = ~keep.all(-1)
     assert routing.hidden is not None
@@ -110,6 +111,6 @@ def _sums(decider: Decider, experts: nn.Module, routing: Routing, keep: Tensor) 
     x, e = routing.hidden.reshape(-1, routing.hidden.shape[-1])[lost], routing.ids[lost]
     if not len(x):  # nothing for a grouped product
         return x.double(), x.double()
-    ways = (routing.gates, decider.policy.skip(routing, keep).gates)
+    ways = (routing.gates, policy.skip(routing, keep).gates)
     whole, skipped = (run_experts(experts, x, e, gates[lost]).double() for gates in ways)
     return whole, skipped
