@@ -24,7 +24,7 @@ from transformers.integrations.moe import grouped_mm_experts_forward
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 from tune import EXPERTS, HIDDEN, MIDDLE, TOP_K, graph_time, layer, routing
 
-from ace_moe.decider import row_of
+from ace_moe.decider import Decider, row_of
 from ace_moe.decider.rows import Same
 from ace_moe.decider.state import State
 from ace_moe.kernels import experts

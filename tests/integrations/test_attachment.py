@@ -18,6 +18,7 @@ import ace_moe
 import zoo
 from ace_moe import ACE, build_plan
 from ace_moe.checkpoint.loading import load_model
+from ace_moe.decider import Decider
 from ace_moe.demo import MODEL
 from ace_moe.errors import IntegrationError
 from ace_moe.plan import Plan
@@ -105,7 +106,7 @@ def test_a_copy_is_a_model_without_a_plan(model: PreTrainedModel, plan: Plan, st
     finally:
         ace.detach()
     assert torch.equal(made, model.generate(ids, max_new_tokens=3, do_sample=False))
-    assert not any(isinstance(m, Layer) for m in other.modules())
+    assert not any(isinstance(m, Decider) for m in other.modules())
     with ACE(plan)(other):
         assert torch.equal(zoo.run(other), stock)
 

@@ -7,7 +7,7 @@ from kernel_cases import DEVICE
 import zoo
 from ace_moe import ACE, build_plan
 from ace_moe.checkpoint import MoEModel
-from ace_moe.decider import row_of
+from ace_moe.decider import Decider, row_of
 from ace_moe.decider.rows import Same
 from ace_moe.decider.state import State
 from ace_moe.engines.transformers.experts import Kernels, choose_executor, kernels_for
@@ -49,7 +49,7 @@ def make_layers(policy, guarded=False):
         n: torch.rand((), generator=g) if n in single else torch.rand(EXPERTS, generator=g) + 0.5 for n in policy.tables
     }
     ways = ({"kernels": True, "opaque": False}, {"kernels": True}, {})
-    made = [Layer("0", policy, tables, state, EXPERTS, device=DEVICE, guarded=guarded, **way) for way in ways]
+    made = [Decider("0", policy, tables, state, experts=EXPERTS, device=DEVICE, guarded=guarded, **way) for way in ways]
     for layer in made:
         layer.tokens = Mixed()
     return made
@@ -75,7 +75,7 @@ def test_a_policy_decides_the_same_by_kernel(policy, tokens, k, kind):
     """Every policy that can be written down; padding apart, which stays the router's own in torch and is left out here."""
     ids, gates = random_routing(tokens, k, kind)
     plain, operator, torch_layer = make_layers(policy)
-    assert plain.has_kernel and operator.has_kernel and not torch_layer.has_kernel
+    assert plain.kernel is not None and operator.has_kernel and not torch_layer.has_kernel
     real = (Mixed().rows(tokens, ids.device) > 0)[:, None]
     expected_ids, expected = torch_layer.decide(ids, gates)
     for layer in (plain, operator):

@@ -7,6 +7,7 @@ import torch
 from policy_cases import EXPERTS, KINDS, VARIANTS, K, label, of, part, routing, tables
 
 from ace_moe import rule
+from ace_moe.decider import Decider
 from ace_moe.decider.rows import Same, row_of
 from ace_moe.decider.state import State
 from ace_moe.errors import PolicyError
@@ -114,7 +115,7 @@ def test_min_active_alone_keeps_that_many():
 def test_the_realised_ratio_is_counted_right(variant, mask):
     """The counters against a set of (token, expert) pairs; padding counts neither way."""
     policy, given = of(variant), routing("unsorted", 0.4, tokens=40, mask=mask)
-    layer = Layer("0", policy, tables(), State(), EXPERTS)
+    layer = Decider("0", policy, tables(), State(), experts=EXPERTS)
     layer.state.set(torch.full((4,), 0.4))
     layer.tokens, layer.logits = Sequences(given.token_mask), given.logits
     layer._norms = lambda hidden, ids: given.norms()

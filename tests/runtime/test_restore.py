@@ -152,7 +152,7 @@ def test_kernels_and_torch_restore_alike():
     gates = torch.rand(20, size["top_k"], generator=g).softmax(-1)
     for kernels in (True, False):
         deciders = Deciders(plan, Share(), restore=True)
-        layer = deciders.add(key, -1, "cpu", kernels=kernels, opaque=False)
+        layer = deciders.add(key, skipped=-1, kernels=kernels, opaque=False)
         layer.tokens = Same(row_of("decode"))
         deciders.set(torch.full((3,), 0.45))
         found.append((*layer.decide(ids, gates), layer.counts, layer.reads))

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from ...decider import Decider as Layer
+
 AGAIN = "_ace_again"  # on a decoder layer and what is watched in it
 PASSES = 16  # that are remembered: those whose backward pass is to come
 
