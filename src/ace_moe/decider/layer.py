@@ -62,7 +62,7 @@ class Layer(nn.Module):
         width: int = 1,
     ):
         super().__init__()
-        self.training = False  # of a model that learns it is told when it is attached
+        self.training = False
         self.key, self.policy, self.state, self.mark = key, policy, state, mark
         self.votes, self.experts, self.width = votes, experts, width  # width: slots of a token
         self.tokens: Tokens = Same(row_of("prefill"))
@@ -128,17 +128,12 @@ class Layer(nn.Module):
     def has_kernel(self) -> bool:
         return self._rule is not None
 
-    @property
-    def learning(self) -> bool:
-        """Whether a backward pass follows, which kernels do not have."""
-        return self.training and torch.is_grad_enabled()
-
     def decide(self, ids: Tensor, gates: Tensor, hidden: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """ids, gates [T, k] as the router gave them → what runs: `mark` and 0 at skipped slots. No host sync."""
         rows = self.tokens.rows(ids.shape[0], ids.device)
         if self.trace is not None:
             self.trace(ids, gates)
-        if self._rule is not None and not (self.observers or self.learning):
+        if self._rule is not None and not self.observers:
             given = (ids, gates, rows, self.tau, self.factor, self._views(), self._counter(), self.mark, self.rule)
             found = self._rule(*given, self._voting(), self.experts)
         else:

@@ -28,7 +28,7 @@ from ...kernels import usable
 from ...policies.calibration import router_logits
 from .experts import CHILD, IMPLEMENTATION, UNRULED, Choice, choose_executor
 from .generation import Told, listen
-from .modules import block_of, device_of, leaves_sentinels_out, refuse_adapters, ruled, stack_of
+from .modules import device_of, leaves_sentinels_out, refuse_adapters, ruled, stack_of
 from .passes import Pass
 
 MINE, PASS = "_ace_attachment", "_ace_pass"  # on the model, and on each of its stacks
@@ -73,10 +73,7 @@ class Attachment:
                     "This model already has a plan attached. Detach it first: `ace_moe.detach(model)`."
                 )
             refuse_adapters(model, site)
-            stack = self._pass(model, site.path)
-            layer = self._add(module, site, stack)
-            if (block := block_of(model, site.path)) is not None:
-                stack.again.add(block, layer)
+            layer = self._add(module, site, self._pass(model, site.path))
             if not is_registered(module):
                 self._hook_unregistered(site.path, module, layer)
             if layer.policy.needs_logits:
@@ -97,7 +94,6 @@ class Attachment:
         kernels = chosen.executor.name == "kernels" or (self.dispatch != "torch" and usable(device))
         layer = self.runtime.add(site.key, site.num_experts, device, kernels=kernels)
         layer.chosen, layer.tokens, layer.owner = chosen, stack, ref(module)
-        layer.train(module.training)
         vars(layer)[HOLDER] = self
         module.add_module(CHILD, layer)
         self._later(module, lambda m: delattr(m, CHILD))
@@ -173,12 +169,11 @@ class Attachment:
         where, stack = stack_of(model, path)
         if where not in self.passes:
             cached = "past_key_values" in _parameters(stack)
-            made = self.passes[where] = Pass(self.runtime, cached)
-            setattr(stack, PASS, made)
+            self.passes[where] = Pass(self.runtime, cached)
+            setattr(stack, PASS, self.passes[where])
             before = stack.register_forward_pre_hook(_begin, with_kwargs=True, prepend=True)
             after = stack.register_forward_hook(_end, always_call=True)
             self._later(stack, lambda m: [m.__dict__.pop(PASS, None), *(h.remove() for h in (before, after))])  # type: ignore[func-returns-value]
-            self._later(stack, lambda m: made.again.remove())
         return self.passes[where]
 
     def _tell(self, model: PreTrainedModel) -> None:

@@ -46,10 +46,7 @@ def _implementation(stock: Stock, ruled: bool = True) -> Stock:
         ids, gates = top_k_index, top_k_weights
         if ruled and layer.at == "experts":
             ids, gates = layer.decide(ids, gates, hidden_states)
-        executor = layer.chosen.executor
-        if layer.learning and executor.name == Kernels.name and HOST not in vars(self):
-            executor = WHOLE
-        return executor(stock, self, hidden_states, ids, gates)
+        return layer.chosen.executor(stock, self, hidden_states, ids, gates)
 
     return forward
 
@@ -111,9 +108,6 @@ class Kernels:
         """Experts beside the GPU, where the weights are in host memory."""
         near = vars(module)[HOST].near if HOST in vars(module) else None
         return {} if near is None else {"near_row": near.row, "near_in": near.w_in, "near_out": near.w_out}
-
-
-WHOLE = Whole()
 
 
 def choose_executor(module: nn.Module, device: torch.device, dispatch: Choice, path: str) -> Chosen:

@@ -22,7 +22,7 @@ def ruled(stock: type) -> type:
         layer = getattr(self, "ace_layer", None)
         if layer is None:
             return stock.forward(self, hidden_states, *args, **kwargs)  # type: ignore[attr-defined]
-        if layer.observers or layer.learning:
+        if layer.observers:
             logits, gates, ids = stock.forward(self, hidden_states, *args, **kwargs)  # type: ignore[attr-defined]
             ids, gates = layer.decide(ids, gates)
             return logits, gates, ids
@@ -42,13 +42,6 @@ def stack_of(model: nn.Module, path: str) -> tuple[str, nn.Module]:
             return ".".join(names[:number]), module
         module = below
     return "", model
-
-
-def block_of(model: nn.Module, path: str) -> nn.Module | None:
-    """The decoder layer that holds an experts module; none where there is no list of layers."""
-    where, stack = stack_of(model, path)
-    below = path.removeprefix(where).removeprefix(".").split(".")[:2]
-    return stack.get_submodule(".".join(below)) if isinstance(stack.get_submodule(below[0]), nn.ModuleList) else None
 
 
 def device_of(module: nn.Module) -> torch.device:
