@@ -295,25 +295,6 @@ def test_accelerate_offload(plan: Plan, where: str, skipped: torch.Tensor, tmp_p
     ace.detach()
 
 
-def test_gradient_checkpointing_counts_once(plan: Plan) -> None:
-    """The backward pass runs layers again: they decide as before, and the report is of the forward pass."""
-    model = load_model(MODEL, device="cpu").float()
-    ids = zoo.inputs()["input_ids"]
-    grads, counts = [], []
-    for again in (False, True):
-        model.train()
-        if again:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        model.zero_grad()
-        with ACE(plan, dispatch="torch")(model) as ace:
-            ace.set_threshold(TAU)
-            model(input_ids=ids, labels=ids).loss.backward()
-            counts.append(ace.report()["prefill"])
-        grads.append(model.model.layers[2].mlp.experts.down_proj.grad.clone())
-    assert counts[0] == counts[1]
-    torch.testing.assert_close(grads[0], grads[1])
-
-
 def test_build_plan_of_an_attached_model(model: PreTrainedModel, plan: Plan) -> None:
     """Tables read weights, which a plan does not change."""
     before = build_plan(model)

@@ -85,7 +85,7 @@ def test_more_tiles_than_a_grid_takes(beside, monkeypatch):
     """A prompt of hundreds of thousands of tokens goes in parts."""
     weights, (ids, gates) = make_weights(EXPERTS, 20, 12, SILU), random_routing(25, 3, "sum")
     x, add = (torch.randn(25, 20, generator=torch.Generator().manual_seed(n)).to(DEVICE) for n in (2, 3))
-    given = x, ids, gates, weights, None, add if beside else None
+    given = x, ids, gates, weights, add if beside else None
     whole = experts.run(*given)
     monkeypatch.setattr(experts, "GRID", EXPERTS + 4)
     torch.testing.assert_close(experts.run(*given), whole, rtol=1e-5, atol=1e-6)

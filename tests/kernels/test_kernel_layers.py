@@ -132,30 +132,10 @@ def test_only_gpus_the_kernels_were_made_for_get_them(another_gpu, hip, capabili
     assert (chosen.executor.name == "kernels") == (not why) and why in chosen.refused.get("kernels", "")
 
 
-def gradients(model, ids):
-    model.zero_grad()
-    model(input_ids=ids, labels=ids).loss.backward()
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-
-def test_a_model_that_learns_keeps_to_torch():
-    """Kernels have no backward pass: in training mode torch decides and runs, with the gradients it has without kernels."""
-    model, ids = zoo.build("qwen3_moe").to(DEVICE), zoo.inputs(1)["input_ids"].to(DEVICE)
-    found = []
-    for dispatch in ("torch", "kernels"):
-        ace = ACE(build_plan(model), dispatch=dispatch).attach(model.train())
-        ace.set_threshold(0.25)
-        found.append(gradients(model, ids))
-        assert 0.2 < ace.realised < 0.8
-        ace.detach()
-    torch.testing.assert_close(
-        found[1], found[0]
-    )  # on a CPU another of transformers' products, which sums in another order
-    with (
-        ACE(build_plan(model), dispatch="kernels")(model.eval()),
-        pytest.raises(IntegrationError, match="training mode"),
-    ):
-        gradients(model, ids)
+def test_kernels_say_that_they_have_no_backward_pass():
+    model, ids = zoo.build("qwen3_moe").to(DEVICE).eval(), zoo.inputs(1)["input_ids"].to(DEVICE)
+    with ACE(build_plan(model), dispatch="kernels")(model), pytest.raises(IntegrationError, match='dispatch="torch"'):
+        model(input_ids=ids, labels=ids).loss.backward()
 
 
 QUICK = [("qwen3_moe", 1), ("gemma4", 5), ("gpt_oss", 5), ("nemotron_h", 5)]

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from ...decider.decider import refuse_pickling
 from ...decider.rows import PADDING, PHASES, Same, row_of
 from ...errors import IntegrationError
-from .again import Again
 from .turns import Turns
 
 PREFILL, DECODE, VERIFY = (row_of(phase) for phase in ("prefill", "decode", "verify"))
@@ -40,11 +39,10 @@ NOTHING = PassContext()
 class Pass:
     """One stack's running pass. Two threads take turns: the second waits until the first one's pass has ended."""
 
-    generating = True  # experts a prompt reads are counted where they were asked for
+    counting = generating = True  # experts a prompt reads are counted where they were asked for
 
     def __init__(self, deciders: Any, cached: bool):
         self.deciders, self.cached = deciders, cached  # whether the stack takes a cache: an encoder does not
-        self.counting = True
         self._contexts: dict[int, PassContext] = {}  # by thread: two may generate at a time
         self._latest = NOTHING  # what a compiled call reads, which does not know its thread
         self._rows: Tensor | None = None  # [T] of the running pass
@@ -52,7 +50,7 @@ class Pass:
         self._length = 0
         self._kept = 0  # tokens of each sequence, where the last layers may get those alone whose logits are asked for
         self._same = {row: Same(row) for row in (PREFILL, DECODE, VERIFY)}
-        self._turns, self.again = Turns(), Again(self)
+        self._turns = Turns()
 
     def __deepcopy__(self, memo: Any) -> None:
         """A copy of an attached model is a model without a plan."""
@@ -97,44 +95,27 @@ class Pass:
             raise IntegrationError(
                 "A plan cannot work in replicas of nn.DataParallel, which share its counters. Use one process for each GPU."
             )
+        inputs = _named(module, args, kwargs)
+        refuse_gradients(module, inputs)
         if not torch.compiler.is_compiling():
             self._turns.take(module)
-            self.again.begin(module)
         try:
-            self._look(_named(module, args, kwargs))
+            self._look(inputs)
         except BaseException:
             self.end()
             raise
 
     def end(self, *_: Any) -> None:
-        """After a pass, also one that failed. With gradients on, a backward pass may run layers again: as before, uncounted."""
+        """After a pass, also one that failed."""
         self.deciders.after_step()
-        again = torch.is_grad_enabled()
-        self.counting = not again
-        if not again:
-            self._rows, self._row, self._length, self._kept = None, PREFILL, 0, 0
+        self._rows, self._row, self._length, self._kept = None, PREFILL, 0, 0
         if not torch.compiler.is_compiling():
             self._turns.leave()
-
-    @property
-    def running(self) -> bool:
-        """Whether this thread is in a pass: a layer that runs outside of one runs again."""
-        return self._turns.mine
-
-    @property
-    def facts(self) -> tuple[Any, ...]:
-        """What the running pass is, for layers that will run again."""
-        return self._rows, self._row, self._length, self._kept
-
-    def recall(self, facts: tuple[Any, ...]) -> None:
-        """A backward pass runs a layer of an earlier pass again: as it was, uncounted."""
-        self._rows, self._row, self._length, self._kept = facts
-        self.counting = False
 
     # ---- rows ---------------------------------------------------------------------------------------------------
 
     def _look(self, inputs: dict[str, Any]) -> None:
-        self.counting, self._rows, self._row = True, None, None
+        self._rows, self._row = None, None
         given = next((x for n in ("input_ids", "inputs_embeds") if (x := inputs.get(n)) is not None), None)
         if given is None:
             self._row, self._length, self.deciders.padding_known = PREFILL, 0, False
@@ -197,6 +178,17 @@ class Pass:
         if real.shape == rows.shape:
             rows = torch.where(real, rows, PADDING)
         self._rows, self._row = rows.to(torch.int8).reshape(-1), None
+
+
+def refuse_gradients(module: nn.Module, inputs: dict[str, Any]) -> None:
+    """Refuse a pass of a model that learns; one in evaluation mode runs whether torch records gradients or not."""
+    if not (module.training and torch.is_grad_enabled()):
+        return
+    if any(isinstance(t, Tensor) and t.requires_grad for t in (*module.parameters(), *inputs.values())):
+        raise IntegrationError(
+            "A plan skips experts where a model runs, not where it learns: this pass of a model in training mode records "
+            "gradients. Detach the plan to train (`ace.detach()`); to evaluate, call `model.eval()` or use `torch.no_grad()`."
+        )
 
 
 def by_hand(cache: Any, length: int) -> int:
