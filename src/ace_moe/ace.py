@@ -81,7 +81,7 @@ class ACE:
             )
         self.plan, self.workload, self.allow_other_weights = plan, workload, allow_other_weights
         self.policy, self.dispatch = policy_for(plan, policy, preset, workload, **settings), dispatch
-        check_tables(plan, self.policy, set(TABLES), calibrates=pending is not None)
+        check_tables(plan, self.policy, set(TABLES))
         self.attachment: Attachment | None = None
         self._votes = {"restore": restore, "reads": reads}
         self.control = check_control(control, self.policy)
@@ -175,7 +175,7 @@ class ACE:
         """Inside, each sequence of a batch has the budget at its place; `report()["requests"]` tells them apart."""
         if self.policy.aligned:
             raise BudgetError("Under `aligned` sequences have one budget: its statistics are of one τ.")
-        if not self.policy.token_local:
+        if not self.policy.by_token:
             raise PolicyError(
                 f"Policy {self.policy.key!r} decides by the batch or the sequence: all sequences of a batch have one budget."
             )

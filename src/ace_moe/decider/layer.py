@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -14,7 +13,7 @@ from ..errors import IntegrationError, PlanError
 from ..plan import missing_table
 from ..policies import Decision, Policy, Routing, TokenPolicy
 from ..policies.base import MEAN
-from ..policies.calibration import answers
+from ..policies.records import Extras
 from .executors import Chosen
 from .rows import PHASES, Same, Tokens, row_of
 from .state import State
@@ -74,7 +73,7 @@ class Layer(nn.Module):
         self.chosen: Chosen | None = None  # how the experts run
         self.at: Literal["experts", "router"] = "experts"  # where the rule is applied; fixed when a model is attached
         self.owner: Callable[[], nn.Module | None] = lambda: None  # the experts module, by a weak reference
-        self.logits: Tensor | None = None  # the router's, where the policy needs them
+        self.extras: Extras | None = None  # what the policy gathers for itself
         self.after: Callable[[], None] | None = None  # behind the last layer of a step
         self.trace: Callable[[Tensor, Tensor], None] | None = None  # given ids and gates as the router gave them
         with torch.inference_mode(False):
@@ -92,7 +91,7 @@ class Layer(nn.Module):
         policy = self.policy
         for name in policy.tables:
             if name not in tables:
-                raise PlanError(missing_table(policy.key, name, policy.calibrated))
+                raise PlanError(missing_table(policy.key, name))
             # of a vector for each expert half the bytes will do: they are read for every skipped slot
             kind = torch.bfloat16 if name == MEAN and device.type == "cuda" else torch.float32
             table = tables[name].detach().to(device, kind, copy=True).contiguous()
@@ -207,19 +206,16 @@ class Layer(nn.Module):
         return lambda: self.observers.remove(observer)
 
     def _routing(self, ids: Tensor, gates: Tensor, rows: Tensor, hidden: Tensor | None) -> Routing:
-        policy, needs_mask = self.policy, bool(self.observers) or not self.policy.token_local
         return Routing(
             ids,
             gates,
             self._tables(),
-            self._threshold(rows),
-            self.logits,
+            self.tau[rows.long()].unsqueeze(-1),
             hidden,
-            rows > 0 if needs_mask else None,
-            length=0 if policy.token_local else self.tokens.length(ids.shape[0]),
-            norms=cache(partial(self._norms, hidden, ids)) if policy.needs_norms and hidden is not None else None,
+            rows > 0,
             factor=self.factor[1] if self.weighed else None,
-            constant=None if policy.gain in rule.GAINS else self.factor[2],
+            constant=None if self.policy.gain in rule.GAINS else self.factor[2],
+            extras=self.extras,
         )
 
     @property
@@ -233,21 +229,8 @@ class Layer(nn.Module):
     def protected(self, routing: Routing) -> Tensor:
         """What this layer's policy would say of slots another one decides: protected contributions, [T, k]."""
         assert isinstance(self.policy, TokenPolicy)
-        return self.policy.protected(
-            routing._replace(tables=self._tables(), factor=self.factor[1] if self.weighed else None)
-        )
-
-    def _threshold(self, rows: Tensor) -> Tensor:
-        """τ of each token, [T, 1]; one number for methods that decide by the batch: that of the last of the rows."""
-        if self.policy.token_local or len(rows) == 0:
-            return self.tau[rows.long()].unsqueeze(-1)
-        return self.tau.index_select(0, rows.max().view(1).long()).squeeze(0)
-
-    def _norms(self, hidden: Tensor, ids: Tensor) -> Tensor:
-        """‖f_e(x)‖ of every slot, [T, k], by the experts themselves."""
-        module = self.owner()
-        assert module is not None
-        return answers(module, hidden, ids).norm(dim=-1)
+        factor = self.factor[1] if self.weighed else None
+        return self.policy.protected(routing._replace(tables=self._tables(), factor=factor, extras=self.extras))
 
     def _counter(self) -> Tensor:
         return self.counts if self.tokens.counting else torch.zeros_like(self.counts)

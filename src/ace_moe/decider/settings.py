@@ -13,9 +13,10 @@ from torch import Tensor
 from ..budget import check_budget
 from ..errors import BudgetError, PlanError, PolicyError
 from ..plan import Answer, Plan, missing_table
+from ..plan.entries import without_denominator
 from ..plan.shapes import aligned_tables
 from ..plan.workloads import pick
-from ..policies import AUTO, POLICIES, Policy, choose, make
+from ..policies import AUTO, Policy, choose, is_ours, make
 from ..policies.base import COMMON
 from .rows import PHASES
 
@@ -45,13 +46,13 @@ def policy_for(
 def _made(known: Mapping[str, Any], settings: Mapping[str, Any]) -> Policy:
     """The policy that a plan names, with these settings over its own."""
     name = known.get("policy") if isinstance(known, Mapping) else known
-    if not isinstance(name, str) or name not in POLICIES:  # a file may not say which code is run
+    if not isinstance(name, str) or not is_ours(name):  # a file may not say which code is run
         raise PlanError(
             f"The plan's own choice is policy {name!r:.80}, which is none of this package. Name the policy you want (--policy)."
         )
     try:
         common = {key: known[key] for key in COMMON if key in known}
-        own = make(name, **{**dict(known.get("params", {})), **common})
+        own = make(name, **{**without_denominator(known.get("params", {})), **common})
     except (PolicyError, TypeError, ValueError) as error:
         raise PlanError(
             f"The plan's own choice cannot be used: {error} Name the policy you want (--policy), or run `ace tune` again."
@@ -157,13 +158,13 @@ def check_threshold(threshold: object) -> Tensor:
     return value
 
 
-def check_tables(plan: Plan, policy: Policy, from_weights: set[str], calibrates: bool = False) -> None:
-    """Whether the policy can have its tables: those from weights are made when a model is attached, others need a text."""
+def check_tables(plan: Plan, policy: Policy, makes: set[str]) -> None:
+    """Whether the policy can have its tables: those that the caller makes, and those that the plan has."""
     for name in plan.lacks(policy.tables):
         if name in plan.undefined:
             raise PlanError(
                 f"Policy {policy.key!r} needs the table {name}, which this model has none of: {plan.undefined[name]} "
                 "Policy 'share' needs no table."
             )
-        if name not in from_weights and not calibrates:
-            raise PlanError(missing_table(policy.key, name, policy.calibrated))
+        if name not in makes:
+            raise PlanError(missing_table(policy.key, name))

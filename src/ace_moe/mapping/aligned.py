@@ -11,10 +11,10 @@ from torch import Tensor
 from .. import rule
 from ..decider import Runtime
 from ..decider.layer import Layer
+from ..engines.transformers.modules import run_experts
 from ..plan import Plan
 from ..plan.shapes import aligned_tables
 from ..policies import Decision, Policy, Routing
-from ..policies.calibration import run_experts
 from ..text import Windows
 
 LARGEST = 4.0  # scale: a component that hardly moves in the skipped sums is not blown up

@@ -25,7 +25,6 @@ from ...decider import Layer, Runtime, row_of
 from ...decider.executors import SENTINELS
 from ...errors import IntegrationError
 from ...kernels import usable
-from ...policies.calibration import router_logits
 from .experts import CHILD, IMPLEMENTATION, UNRULED, Choice, choose_executor
 from .generation import Told, listen
 from .modules import block_of, device_of, leaves_sentinels_out, refuse_adapters, refuse_repair, ruled, stack_of
@@ -84,8 +83,7 @@ class Attachment:
                 refuse_repair(model, module)
             if not is_registered(module):
                 self._hook_unregistered(site.path, module, layer)
-            if layer.policy.needs_logits:
-                self._hook_router(model, site, layer)
+            self._let_gather(model, module, site, layer)
             self._take_over_router(model, site, layer)
         self._tell(model)
         vars(model)[MINE] = self
@@ -132,23 +130,13 @@ class Attachment:
         handle = module.register_forward_pre_hook(hook)
         self._later(module, lambda m: handle.remove())
 
+    def _let_gather(self, model: PreTrainedModel, module: nn.Module, site: Site, layer: Layer) -> None:
+        """The policy's own hooks, where it looks at more than gates and tables."""
+        extras = layer.extras = layer.policy.extras(model, site)
+        if extras is not None:
+            self._later(module, lambda m: extras.remove())
+
     # ---- routers ------------------------------------------------------------------------------------------------
-
-    def _hook_router(self, model: PreTrainedModel, site: Site, layer: Layer) -> None:
-        if site.router_path is None:
-            raise IntegrationError(
-                f"Policy {layer.policy.key!r} needs router logits, and {site.path} has no router module."
-            )
-        owner = ref(layer)
-
-        def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            here = owner()
-            if here is not None:
-                here.logits = router_logits(output, site.num_experts)
-
-        router = model.get_submodule(site.router_path)
-        handle = router.register_forward_hook(hook)
-        self._later(router, lambda m: handle.remove())
 
     def _take_over_router(self, model: PreTrainedModel, site: Site, layer: Layer) -> None:
         """Where the router is a plain top-k, it and the rule become one kernel: the layer then decides at the router."""

@@ -63,6 +63,16 @@ def device_of(module: nn.Module) -> torch.device:
     return torch.device(parked if not isinstance(parked, int) else f"cuda:{parked}")
 
 
+def run_experts(experts: nn.Module, hidden: Tensor, ids: Tensor, gates: Tensor) -> Tensor:
+    """The experts as they are, also while a plan is attached: without its part nothing decides these slots again."""
+    part = experts._modules.pop(CHILD, None)
+    try:
+        return experts.forward(hidden, ids, gates)  # forward: hooks look at the model's own calls
+    finally:
+        if part is not None:
+            experts.add_module(CHILD, part)
+
+
 def refuse_repair(model: nn.Module, module: nn.Module) -> None:
     """What mends a skipped sum is added once, behind experts that we run."""
     own = "" if is_registered(module) else f"{type(module).__name__} is outside transformers' experts registry"

@@ -8,6 +8,7 @@ from typing import Any
 from ...errors import AceError
 from ...policies import POLICIES, PRESETS
 from ...policies.base import ALIGNED
+from ...tables import TABLES
 from .grid import CITED, made, parse_method
 
 NEAR = 0.05  # nats a token: as far as is advised to go
@@ -40,7 +41,7 @@ def usable(method: str) -> bool:
         policy = made(method) if parse_method(method)[0] in {*POLICIES, *PRESETS} else None
     except AceError:
         return False
-    return policy is not None and policy.servable and not policy.calibrated
+    return policy is not None and policy.servable and set(policy.needs) <= set(TABLES)
 
 
 def nearest(ways: Ways) -> list[Results]:
