@@ -118,7 +118,7 @@ def test_budget_command_prepares(tmp_path):
             "run", MODEL, "--plan", path, "--policy", policy, "--prompt", "The", "--max-new-tokens", 2, "--json"
         )
         assert again.code == 0, again.err
-    assert Plan.load(path).calibrations["naee_median"]["workload"]["tokens"] == 1024
+    assert Plan.load(path).calibrations["naee_median"]["workload"]["tokens"] == 256
 
 
 def test_prepare_does_not_do_it_again(ready_plan, demo_model):
