@@ -20,7 +20,7 @@ from .decider.thresholds import check_threshold
 from .engines.transformers import Attachment, attachments_in, base_of
 from .engines.transformers.attachment import CHANGING
 from .engines.transformers.experts import CHOICES, Choice
-from .errors import BudgetError, IntegrationError, OptionError, PlanError
+from .errors import BudgetError, IntegrationError, OptionError, PlanError, PolicyError
 from .mapping import TextSource, ensure, missing
 from .plan import Plan
 from .policies import AUTO, Policy, policy_for
@@ -64,12 +64,8 @@ class ACE:
                 f"ACE takes a plan that is loaded, not {type(plan).__name__}: `ACE.load` reads one from a file or the hub, "
                 "`ACE.from_pretrained` makes one of a model."
             )
-        self.plan, self.workload, self.allow_other_weights, self.dispatch = (
-            plan,
-            workload,
-            allow_other_weights,
-            dispatch,
-        )
+        self.plan, self.workload, self.allow_other_weights = plan, workload, allow_other_weights
+        self.dispatch = dispatch
         self.policy = policy_for(plan, policy, preset, workload, **settings)
         check_tables(plan, self.policy)
         self.control = check_control(control, self.policy)
@@ -170,6 +166,10 @@ class ACE:
     @contextmanager
     def budgets(self, wishes: Sequence[BudgetLike]) -> Iterator[None]:
         """Inside, each sequence of a batch has the budget at its place; `report()["requests"]` tells them apart."""
+        if not self.policy.by_token:
+            raise PolicyError(
+                f"Policy {self.policy.key!r} decides by the batch or the sequence: all sequences of a batch have one budget."
+            )
         if self.attachment is None:
             raise IntegrationError("Budgets for single sequences need an attached model: `ace.attach(model)` first.")
         listed = list(wishes) if isinstance(wishes, Iterable) and not isinstance(wishes, (str, Mapping)) else []

@@ -16,10 +16,11 @@ from ace_moe.kernels import foreign, usable
 from ace_moe.kernels.activation import GELU_TANH, RELU_SQUARED, SILU, SWIGLU_OAI, recognise
 from ace_moe.kernels.launch import hopper
 from ace_moe.kernels.routing import TopK, reference
+from ace_moe.lab.policies import LAB_POLICIES
 from ace_moe.policies import POLICIES, make
 
 EXPERTS, BUDGETS = 12, 2
-WRITTEN = [name for name in sorted(POLICIES) if make(name).kernel_rule() is not None]
+WRITTEN = [name for name in sorted({**POLICIES, **LAB_POLICIES}) if make(name).kernel_rule() is not None]
 FURTHER = [
     make("ace", gain="kept", fusion="min"), make("ace", fusion="mean", min_active=3, min_mass=0.5),
     make("gsp", gain="none", min_active=2), make("rcr", min_mass=0.7), make("share", squared=True, gain="none"),

@@ -13,7 +13,8 @@ from transformers import PreTrainedModel
 
 from ace_moe import ACE
 from ace_moe.errors import BudgetError
-from ace_moe.mapping import Passes, map_budgets, prepare
+from ace_moe.lab.policies import prepare
+from ace_moe.mapping import Passes, map_budgets
 from ace_moe.mapping.curves import curve_of, points
 from ace_moe.mapping.fit import BINS, Histogram
 from ace_moe.mapping.passes import attached, observe, read_through

@@ -22,6 +22,7 @@ from ace_moe import ACE, build_plan
 from ace_moe.demo import MODEL, TEXT
 from ace_moe.engines.vllm.settings import Settings
 from ace_moe.errors import PlanError, TextError
+from ace_moe.lab.policies.calls import answers, watch
 from ace_moe.lab.tune import factors, tune
 from ace_moe.lab.tune.evidence import Part, log_kl
 from ace_moe.lab.tune.trials import Trials
@@ -29,7 +30,6 @@ from ace_moe.lab.tune.tuning import _identity
 from ace_moe.mapping.passes import observe
 from ace_moe.plan import Plan, Threshold, Workload
 from ace_moe.policies import PRESETS, make
-from ace_moe.policies.calibration import answers, watch
 from ace_moe.text import windows_of
 from command import run_ace
 

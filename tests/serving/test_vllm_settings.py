@@ -80,5 +80,5 @@ def test_tables_that_come_from_weights_are_added(demo_plan: Plan, tmp_path: Path
 
 def test_a_denominator_needs_scores_that_a_server_does_not_hand_over() -> None:
     check_policy(make("share"))
-    with pytest.raises(PolicyError, match="needs router logits"):
-        check_policy(make("share", denominator=16))
+    with pytest.raises(PolicyError, match="router logits"):
+        check_policy(make("halving", denominator=16))

@@ -106,7 +106,7 @@ def test_the_same_batches_executed(
 # ---- what cannot be simulated -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("policy", ["score", "pesf", "xshare", "oea", "oracle", "fixed:denominator=16", "gsp"])
+@pytest.mark.parametrize("policy", ["score", "pesf", "xshare", "oea", "oracle", "halving:denominator=16", "gsp"])
 def test_policies_that_need_more_than_gates_are_refused(policy: str) -> None:
     from ace_moe.policies import make as made_policy
 

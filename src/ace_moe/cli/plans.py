@@ -199,6 +199,7 @@ def budget(
     """
     from ..checkpoint import MoEModel
     from ..decider.settings import check_tables, policy_for
+    from ..lab.policies import CALIBRATIONS, calibration_part, prepare
     from ..mapping import map_budgets, texts_for
     from ..mapping.unfinished import Partial
     from ..plan import Plan, update
@@ -207,7 +208,7 @@ def budget(
 
     read = Plan.load(plan)
     made = policy_for(read, **deciding.given)
-    check_tables(read, made, set(TABLES), calibrates=True)
+    check_tables(read, made, {*TABLES, *CALIBRATIONS})
     wanted = [] if aim.given else reachable(budgets, EVERY, read.top_k, made.min_active)
     show.check_writable(plan)
     check_texts(text or (), window, tokens, batch)
@@ -227,6 +228,7 @@ def budget(
         update(plan, read, now if now == before else replace(now, made=(*before.made, record)))
 
     for windows in workloads:
+        had = prepare(had, made, loaded, calibration_part(windows))
         if aim.given:
             wanted, had = aim.found(loaded, had, made, windows, batch)
         mapped = map_budgets(loaded, had, made, windows, wanted, save=save, batch=batch, **how)

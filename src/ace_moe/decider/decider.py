@@ -12,6 +12,7 @@ from .. import rule
 from ..errors import IntegrationError, PlanError
 from ..plan import missing_table
 from ..policies import Decision, Policy, Routing, TokenPolicy
+from ..policies.records import Extras
 from .executors import Chosen
 from .rows import PHASES, Same, Tokens, row_of
 from .state import State
@@ -62,6 +63,7 @@ class Decider(nn.Module):
         opaque: bool = True,
         votes: bool = False,
         trace: Trace | None = None,
+        extras: Extras | None = None,
     ):
         super().__init__()
         self.training = False
@@ -69,7 +71,7 @@ class Decider(nn.Module):
         self.experts, self.top_k, self.votes = experts, top_k, votes
         self.skipped = experts if skipped is None else skipped
         self.tokens: Tokens = Same(row_of("prefill")) if tokens is None else tokens
-        self.trace = trace
+        self.trace, self.extras = trace, extras
         self.observers: list[Observer] = []
         self.chosen: Chosen | None = None
         self.place: Literal["experts", "router"] = "experts"
@@ -84,7 +86,7 @@ class Decider(nn.Module):
         policy, form = self.policy, self.policy.kernel_rule()
         for name in policy.tables:
             if name not in tables:
-                raise PlanError(missing_table(policy.key, name, policy.calibrated))
+                raise PlanError(missing_table(policy.key, name))
             table = tables[name].detach().to(device, torch.float32, copy=True).contiguous()
             self._keep(f"table_{name}", policy.ready(name, table) if name in policy.needs else table)
         own = tables[form.factor] if form is not None and form.factor else 1.0
@@ -176,10 +178,11 @@ class Decider(nn.Module):
             gates,
             self._tables(),
             self.tau[rows.long()].unsqueeze(-1),
-            hidden=hidden,
-            token_mask=rows > 0 if self.observers else None,
+            hidden,
+            rows > 0,
             factor=self.factor[1] if self.weighed else None,
             constant=None if self.policy.gain in rule.GAINS else self.factor[2],
+            extras=self.extras,
         )
         protected = self.protected(routing) if self.observers and isinstance(self.policy, TokenPolicy) else None
         decision = self.policy.route(routing)
@@ -218,7 +221,7 @@ class Decider(nn.Module):
         """Protected contributions [T, k] that this layer's policy gives slots, also slots another policy decides."""
         assert isinstance(self.policy, TokenPolicy)
         factor = self.factor[1] if self.weighed else None
-        return self.policy.protected(routing._replace(tables=self._tables(), factor=factor))
+        return self.policy.protected(routing._replace(tables=self._tables(), factor=factor, extras=self.extras))
 
     # ---- as a module --------------------------------------------------------------------------------------------
 

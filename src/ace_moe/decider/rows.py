@@ -63,10 +63,6 @@ class Tokens(Protocol):
         """[T] int8."""
         ...
 
-    def length(self, tokens: int) -> int:
-        """Tokens of one sequence where the pass holds whole sequences, else 0."""
-        ...
-
 
 class Same:
     """Every token the same row, in tensors that are made once for a device and stay where they are: graphs read them."""
@@ -83,6 +79,3 @@ class Same:
             with torch.inference_mode(False):
                 self._made[device, size] = torch.full((size,), self.row, dtype=torch.int8, device=device)
         return self._made[device, size][:tokens]
-
-    def length(self, tokens: int) -> int:
-        return 0

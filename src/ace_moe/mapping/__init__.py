@@ -4,24 +4,10 @@ from .bounds import least_reading, most_within
 from .ensure import ensure, missing
 from .fit import Fit, Histogram
 from .own_text import own_windows
-from .recipe import Mapped, Passes, calibrate, calibration_part, fit_budgets, map_budgets, prepare
+from .recipe import Mapped, Passes, fit_budgets, map_budgets
 from .text_source import TextSource, windows_by_text
 
 __all__ = [
-    "Fit",
-    "Histogram",
-    "Mapped",
-    "Passes",
-    "TextSource",
-    "calibrate",
-    "calibration_part",
-    "ensure",
-    "fit_budgets",
-    "least_reading",
-    "map_budgets",
-    "missing",
-    "most_within",
-    "own_windows",
-    "prepare",
-    "windows_by_text",
+    "Fit", "Histogram", "Mapped", "Passes", "TextSource", "ensure", "fit_budgets", "least_reading", "map_budgets", "missing",
+    "most_within", "own_windows", "windows_by_text",
 ]  # fmt: skip

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 from ..errors import BudgetError
 from ..plan import Plan
 from ..policies import Policy
-from .recipe import Save, map_budgets, prepare
+from ..tables.build import add_tables
+from .recipe import Save, map_budgets
 from .text_source import TextSource
 
 if TYPE_CHECKING:
@@ -55,6 +56,6 @@ def ensure(
     if todo:
         return map_budgets(model, plan, policy, text.windows(model), todo, deciders=deciders, save=save).plan
     if plan.lacks(policy.tables):
-        plan = prepare(plan, policy, model, text.windows(model) if policy.calibrated else None)
+        plan = add_tables(plan, policy.tables, model)
         save(plan)
     return plan

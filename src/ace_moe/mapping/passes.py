@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
@@ -136,19 +136,9 @@ def _means(sums: Fidelity, tokens: int) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class Everything(Policy):
-    """Skips nothing, and asks for what the policies that look on need."""
+    """Skips nothing: other policies look on."""
 
     name = "everything"
-
-    watchers: Mapping[str, Policy] = field(default_factory=dict)
-
-    @property
-    def needs_logits(self) -> bool:  # type: ignore[override]
-        return any(policy.needs_logits for policy in self.watchers.values())
-
-    @property
-    def needs_norms(self) -> bool:  # type: ignore[override]
-        return any(policy.needs_norms for policy in self.watchers.values())
 
     def route(self, routing: Routing) -> Decision:
         return Decision(routing.ids, routing.gates, torch.ones_like(routing.ids, dtype=torch.bool))
@@ -158,12 +148,16 @@ def observe(
     model: PreTrainedModel, plan: Plan, policies: Mapping[str, TokenPolicy], read: Callable[[], Any]
 ) -> tuple[Any, dict[str, Histogram]]:
     """What every policy's slots contribute in one pass of the unskipped model, and what `read` returned of it."""
-    seen = {method: Histogram() for method in policies}
-    with attached(model, plan, Everything(watchers=policies)) as deciders:
+    seen, sites = {method: Histogram() for method in policies}, MoEModel.of(model).sites
+    with attached(model, plan, Everything(), sites) as deciders, ExitStack() as hooks:
         beside = {method: Deciders(plan, policy) for method, policy in policies.items()}
-        for key, layer in deciders.items():
-            for other in beside.values():
-                other.add(key, skipped=layer.skipped, device=layer.counts.device)
+        for site in sites:
+            decider = deciders[site.key]
+            for method, other in beside.items():
+                extras = policies[method].extras(model, site)
+                other.add(site.key, skipped=decider.skipped, device=decider.counts.device, extras=extras)
+                if extras is not None:
+                    hooks.callback(extras.remove)
 
         def see(key: str, routing: Routing, protected: Tensor | None, decision: Decision) -> None:
             for method, other in beside.items():

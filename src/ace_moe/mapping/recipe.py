@@ -1,4 +1,4 @@
-"""The one recipe for mapping budgets: tables and calibration that lack → one dense pass → corrections or search → entries.
+"""The one recipe for mapping budgets: tables that lack → one dense pass → corrections or search → entries.
 
 Everyone who maps calls it: `ACE`, `ace budget`, `ace serve --text`, the demo, comparisons.
 """
@@ -7,21 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cache
 
 from transformers import PreTrainedModel
 
 from .. import progress
 from ..budget import check_budget
-from ..checkpoint import MoEModel
 from ..decider import Deciders
 from ..errors import BudgetError
 from ..plan import Plan, Threshold
 from ..policies import PRESETS, Policy
 from ..scoring.predictions import predicts
 from ..tables.build import add_tables
-from ..text import Windows, windows_of
+from ..text import Windows
 from . import fit as mapping
 from .curves import curve_of
 from .fit import Dense, Fit
@@ -32,31 +31,7 @@ COARSE = 5e-3  # a quantile further than this from its budget lies on a step
 SEARCHED = 2e-3  # how close a search comes to a budget before it ends
 MOST_STEPS = 10
 MOST_CORRECTIONS = 6
-CALIBRATED_ON = 8  # windows
 Save = Callable[[Plan], object]
-
-
-# ---- what a policy needs ----------------------------------------------------------------------------------------------
-
-
-def calibrate(plan: Plan, policy: Policy, model: PreTrainedModel, windows: Windows | None) -> Plan:
-    """The plan with the policy's calibration on this model and text, made again if it is there already."""
-    if not policy.calibrated:
-        return plan
-    plan.check_model(MoEModel.of(model).fingerprint())
-    text = asdict(windows.workload) if windows is not None else None
-    return plan.with_tables(policy.calibrate(model, windows), {"params": policy.params, "workload": text})
-
-
-def calibration_part(windows: Windows) -> Windows:
-    """The first windows of a text: the cited methods use few samples, and some take a pass for every layer or expert."""
-    return windows_of(windows.ids[:CALIBRATED_ON], windows.workload.name)
-
-
-def prepare(plan: Plan, policy: Policy, model: PreTrainedModel, windows: Windows | None) -> Plan:
-    """The plan with everything the policy needs: what it lacks is computed or calibrated, the rest is left alone."""
-    plan = add_tables(plan, policy.tables, model)
-    return calibrate(plan, policy, model, windows) if plan.lacks(policy.tables) else plan
 
 
 # ---- mapping ------------------------------------------------------------------------------------------------------------
@@ -96,11 +71,12 @@ def map_budgets(
 
     `correct`: move τ until the skipped model itself realises the budget; by default for all but the paper's method,
     which has no such step. `judged`: entries also say what their threshold does to predictions. Budgets that the plan has
-    for these settings and this text are not mapped `again`. `deciders`: of a plan attached already; else one is attached here.
+    for these settings and this text are not mapped `again`. Tables from weights are made; one that a calibration makes has to be
+    in the plan (`ace_moe.lab.policies.prepare`). `deciders`: of a plan attached already; else one is attached here.
     """
     wanted = list(dict.fromkeys(check_budget(b, plan.top_k, policy.min_active) for b in budgets))
     correct = policy != PRESETS["paper"] if correct is None else correct
-    plan = prepare(plan, policy, model, calibration_part(windows))
+    plan = add_tables(plan, policy.tables, model)
     known = {} if again else {b: f for b in wanted if (f := known_fit(plan, policy, windows, b, correct)) is not None}
     with (
         nullcontext(deciders) if deciders is not None else attached(model, plan, policy) as deciders,

@@ -238,10 +238,9 @@ def equal(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-def missing_table(policy: str, table: str, calibrated: bool) -> str:
+def missing_table(policy: str, table: str) -> str:
     """What to say when a policy's table is not in the plan."""
-    how = "calibrates it on that text" if calibrated else "computes it from the weights"
     return (
         f"Policy {policy!r} needs the table {table}, which this plan does not have. `ace budget MODEL --plan PLAN --text FILE "
-        f"--policy {policy}` {how} (in Python: `ace_moe.mapping.prepare`); policy 'share' needs none."
+        f"--policy {policy}` makes it (in Python: `ace_moe.lab.policies.prepare`); policy 'share' needs none."
     )

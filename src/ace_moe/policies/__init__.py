@@ -3,9 +3,9 @@
 from .base import Decision, Policy, Routing, Tables, TokenPolicy
 from .choice import policy_for
 from .forms import Ace, Gsp, Rcr, Share
-from .registry import AUTO, POLICIES, PRESETS, choose, find, make, parse
+from .registry import AUTO, POLICIES, PRESETS, choose, find, is_ours, lab, make, parse
 
 __all__ = [
     "AUTO", "POLICIES", "PRESETS", "Ace", "Decision", "Gsp", "Policy", "Rcr", "Routing", "Share", "Tables",
-    "TokenPolicy", "choose", "find", "make", "parse", "policy_for",
+    "TokenPolicy", "choose", "find", "is_ours", "lab", "make", "parse", "policy_for",
 ]  # fmt: skip

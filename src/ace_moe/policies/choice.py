@@ -9,7 +9,8 @@ from ..errors import PlanError, PolicyError
 from ..plan import Plan
 from ..plan.workloads import pick
 from .base import COMMON, Policy
-from .registry import AUTO, POLICIES, choose, make
+from ..plan.entries import without_denominator
+from .registry import AUTO, choose, is_ours, make
 
 
 def policy_for(
@@ -33,19 +34,19 @@ def _of_plan(plan: Plan, served: bool, workload: str | None) -> Mapping[str, Any
         return settings
     sha256 = None if workload is None else pick(plan.workloads, workload).sha256
     newest_first = [t.settings for t in reversed(plan.thresholds) if sha256 in (None, t.workload.sha256)]
-    return next((known for known in newest_first if not served or _rebuilt(known).servable), None)
+    return next((known for known in newest_first if not served or _rebuilt(known).by_token), None)
 
 
 def _rebuilt(settings: Mapping[str, Any]) -> Policy:
     """The policy of settings as a plan keeps them. A file may not say which code runs: built-in policies alone."""
     name = settings.get("policy") if isinstance(settings, Mapping) else settings
-    if not isinstance(name, str) or name not in POLICIES:
+    if not isinstance(name, str) or not is_ours(name):
         raise PlanError(
             f"The plan's own choice is policy {name!r:.80}, which is not built in. Name the policy you want (--policy)."
         )
     try:
         common = {key: settings[key] for key in COMMON if key in settings}
-        return make(name, **{**dict(settings.get("params", {})), **common})
+        return make(name, **{**without_denominator(settings.get("params", {})), **common})
     except (PolicyError, TypeError, ValueError) as error:
         raise PlanError(
             f"The plan's own choice cannot be used: {error} Name the policy you want (--policy), or run `ace tune` again."

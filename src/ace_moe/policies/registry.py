@@ -1,4 +1,4 @@
-"""Policies by name: ours, those of installed packages, and classes named `module:Class`."""
+"""Policies by name: built-in ones, those that installed packages declare (our own lab too), and classes named `module:Class`."""
 
 from __future__ import annotations
 
@@ -7,35 +7,23 @@ import importlib
 import json
 import os
 import sys
+from collections.abc import Mapping
 from dataclasses import fields, replace
+from functools import cache
 from importlib.metadata import entry_points
 from typing import Any
 
 from ..errors import PolicyError, brief
-from .allocation import AllocL, AllocT, Lexi
-from .as_compared import AS_COMPARED
-from .base import Policy, TokenPolicy
-from .batch import Oea, XShare
-from .diep import Diep
-from .expert_sparsity import ExpertSparsity
-from .forms import Ace, Aimer, Fixed, Gsp, Rcr, Relative, Score, Share, TopP
-from .modes import Modes
-from .naee import Naee
-from .oracle import Oracle, RawOracle
-from .pesf import Pesf
+from .base import PACKAGE, Policy, TokenPolicy
+from .forms import Ace, Aimer, Fixed, Gsp, Rcr, Relative, Share, TopP
+from .learned import Modes, Naee, Reap
 from .random import Random
-from .reap import Reap, ReapPruning
-from .sere import Sere
-from .subset import AimerPruning
 
-ALL: tuple[type[Policy], ...] = (
-    *(Ace, Gsp, Rcr, Share, Random, Score, Relative, TopP, Fixed, Aimer, Naee, Modes, Reap, Pesf, Oracle, RawOracle),
-    *(AllocT, AllocL, Lexi, Sere, XShare, Oea, ExpertSparsity, Diep, ReapPruning, AimerPruning),
-    *AS_COMPARED,
-)
+ALL: tuple[type[Policy], ...] = (Ace, Gsp, Rcr, Share, Random, Relative, TopP, Fixed, Aimer, Naee, Modes, Reap)
 POLICIES: dict[str, type[Policy]] = {cls.name: cls for cls in ALL}
 PRESETS: dict[str, TokenPolicy] = {"paper": Ace(fusion="max", gain="kept", min_active=1, min_mass=0.0)}
 GROUP = "ace_moe.policies"  # of entry points: NAME = "module:Class"
+LAB = "lab"  # the entry of our own that is a mapping of names to classes
 AUTO = "auto"  # what a plan says; where it says nothing, the plain gate share, best by KL of what needs gates alone
 
 
@@ -54,18 +42,36 @@ def _value(text: str) -> Any:
 
 
 def find(name: str) -> type[Policy]:
-    """The class of a name: a built-in, an installed package's, or `module:Class`."""
-    if name in POLICIES:
-        return POLICIES[name]
+    """The class of a name: a built-in, one of the lab, an installed package's, or `module:Class`."""
+    if is_ours(name):
+        return POLICIES.get(name) or lab()[name]
     for entry in entry_points(group=GROUP):
         if entry.name == name:
             return _checked(name, entry.load())
     module, _, attribute = name.partition(":")
     if module and attribute:
         return _checked(name, _imported(name, module, attribute))
-    near = difflib.get_close_matches(name, POLICIES, n=1)
+    near = difflib.get_close_matches(name, [*POLICIES, *lab()], n=1)
     meant = f" Did you mean {near[0]!r}?" if near else ""
-    raise PolicyError(f"There is no policy {name!r}.{meant} Choose one of: {', '.join(POLICIES)}, or module:Class.")
+    raise PolicyError(f"There is no policy {name!r}.{meant} {_choices()}")
+
+
+def is_ours(name: str) -> bool:
+    """Whether this package has the policy: all that a file may name, which must not decide whose code is run."""
+    return name in POLICIES or name in lab()
+
+
+@cache
+def lab() -> Mapping[str, type[Policy]]:
+    """The methods of this package's lab, by name. What runs and serves imports none of them: the package's metadata names
+    them in one entry point, and they are loaded when somebody asks for a name that is not built in."""
+    ours = (e for e in entry_points(group=GROUP) if e.name == LAB and e.module.partition(".")[0] == PACKAGE)
+    return next((entry.load() for entry in ours), {})
+
+
+def _choices() -> str:
+    also = ", ".join(lab()) or "(this installation does not declare the lab's methods: install the package again)"
+    return f"Choose one of: {', '.join(POLICIES)}; to compare with: {also}; or module:Class."
 
 
 def _imported(name: str, module: str, attribute: str) -> Any:
@@ -75,8 +81,7 @@ def _imported(name: str, module: str, attribute: str) -> Any:
         return getattr(importlib.import_module(module), attribute)
     except Exception as error:  # the user's module may raise whatever it likes
         raise PolicyError(
-            f"There is no policy {name!r}: {brief(error)}. Name a built-in one ({', '.join(POLICIES)}), or module:Class of a "
-            "file that Python can import from here."
+            f"There is no policy {name!r}: {brief(error)}. Name a file that Python can import from here. {_choices()}"
         ) from error
     finally:
         sys.path.remove(os.getcwd())

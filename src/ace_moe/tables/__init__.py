@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..checkpoint.records import MoELayer
 from ..errors import CheckpointError, StructureError
-from . import aimer, gsp, rcr, signature
+from . import aimer, gsp, rcr
 
 EPSILON = 1e-8
 BUILT = ("gsp", "rcr")  # what every plan has; others are built on request
@@ -30,7 +30,6 @@ TABLES = {
     "rcr": Table(rcr.part),
     "rcr_uncentred": Table(partial(rcr.part, centre=False)),
     "aimer": Table(aimer.part),
-    "sere_weights": Table(signature.part, signature.similarity),
 }
 
 

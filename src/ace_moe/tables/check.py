@@ -17,4 +17,4 @@ def check_tables(plan: Plan, policy: Policy) -> None:
                 "Policy 'share' needs no table."
             )
         if name not in TABLES:
-            raise PlanError(missing_table(policy.key, name, policy.calibrated))
+            raise PlanError(missing_table(policy.key, name))

@@ -74,7 +74,7 @@ class Attachment:
                 )
             refuse_adapters(model, site)
             stack = self._pass(model, site.path)
-            decider = self._add(module, site, stack)
+            decider = self._add(model, module, site, stack)
             if not is_registered(module):
                 self._hook_unregistered(site.path, module)
             self._take_over_router(model, site, decider)
@@ -87,11 +87,15 @@ class Attachment:
 
     # ---- experts ------------------------------------------------------------------------------------------------
 
-    def _add(self, module: nn.Module, site: Site, stack: Pass) -> Decider:
+    def _add(self, model: PreTrainedModel, module: nn.Module, site: Site, stack: Pass) -> Decider:
         device = device_of(module)
         chosen = choose_executor(module, device, self.dispatch, f"{site.path} ({type(module).__name__})")
         kernels = chosen.executor.name == "kernels" or (self.dispatch != "torch" and usable(device))
-        decider = self.deciders.add(site.key, experts=site.num_experts, tokens=stack, device=device, kernels=kernels)
+        extras = self.deciders.policy.extras(model, site)
+        if extras is not None:
+            self._later(module, lambda m: extras.remove())
+        options = {"tokens": stack, "device": device, "kernels": kernels, "extras": extras}
+        decider = self.deciders.add(site.key, experts=site.num_experts, **options)
         decider.run_by(chosen)
         vars(decider)[HOLDER] = self
         self._experts[site.key] = ref(module)

@@ -55,6 +55,16 @@ def device_of(module: nn.Module) -> torch.device:
     return torch.device(parked if not isinstance(parked, int) else f"cuda:{parked}")
 
 
+def run_experts(experts: nn.Module, hidden: Tensor, ids: Tensor, gates: Tensor) -> Tensor:
+    """The experts as they are, also while a plan is attached: without its part nothing decides these slots again."""
+    part = experts._modules.pop(CHILD, None)
+    try:
+        return experts.forward(hidden, ids, gates)  # forward: hooks look at the model's own calls
+    finally:
+        if part is not None:
+            experts.add_module(CHILD, part)
+
+
 def refuse_adapters(model: nn.Module, site: Site) -> None:
     for path in (site.path, site.router_path):
         module = None if path is None else model.get_submodule(path)

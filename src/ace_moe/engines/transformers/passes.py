@@ -83,10 +83,6 @@ class Pass:
             )
         return self._same[self._row].rows(tokens, device)
 
-    def length(self, tokens: int) -> int:
-        """Tokens of one sequence where `tokens` are whole sequences of this pass, else 0."""
-        return self._length if self._length and tokens % self._length == 0 else 0
-
     # ---- hooks --------------------------------------------------------------------------------------------------
 
     def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -127,9 +127,6 @@ class Rows:
             )
         return self.buffer[start : start + tokens]
 
-    def length(self, tokens: int) -> int:
-        return 0
-
 
 class Share:
     """The rows of a rank that sees its own part of every step (sequence parallel)."""
@@ -147,9 +144,6 @@ class Share:
 
     def rows(self, tokens: int, device: torch.device) -> Tensor:
         return self.all.rows(tokens, device, self.rank * tokens)
-
-    def length(self, tokens: int) -> int:
-        return 0
 
 
 # ---- where they come from -------------------------------------------------------------------------------------------

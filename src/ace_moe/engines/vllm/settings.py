@@ -194,11 +194,9 @@ def check_policy(policy: Policy) -> None:
             f"compensate={repair!r} cannot be served: what stands in for skipped slots is added by our executors in "
             "transformers alone. Leave it out."
         )
-    why = "it decides by the batch or the sequence, which mix requests in a server"
-    if policy.needs_logits or policy.needs_norms:
-        why = "it needs router logits or expert outputs beside the gates"
     raise PolicyError(
-        f"Policy {policy.key!r} cannot be served: {why}. Policies ace, gsp, rcr, share and other token policies can."
+        f"Policy {policy.key!r} cannot be served: it looks at more than a token's gates and tables, such as its batch, router "
+        "logits or expert outputs. Policies ace, gsp, rcr, share and other token policies can."
     )
 
 

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from ...ace import ACE
 from ...checkpoint.model import MoEModel
 from ...policies import Decision, Routing
-from ...policies.calibration import router_logits
+from ..policies.calls import router_logits
 from .routers import uniform_union
 
 TOLERANCE = 0.05

@@ -39,7 +39,7 @@ def usable(method: str) -> bool:
         policy = made(method) if parse_method(method)[0] in {*POLICIES, *PRESETS} else None
     except AceError:
         return False
-    return policy is not None and policy.servable and not policy.calibrated
+    return policy is not None and policy.servable and set(policy.needs) <= set(TABLES)
 
 
 def nearest(ways: Ways) -> list[Results]:

@@ -8,10 +8,14 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from transformers import PreTrainedModel
 
-from ..errors import PolicyError
-from .base import Model, Routing, Site, Tables, Windows
-from .calibration import Call, Given, changed, needed, run_experts, sites, token_logits, watch
+from ...engines.transformers.modules import run_experts
+from ...errors import PolicyError
+from ...policies import Routing, Tables
+from ...policies.records import Site
+from ...text import Windows
+from .calls import Call, Given, changed, needed, sites, token_logits, watch
 from .subset import Pruning, as_order, removed_first
 
 RATE, MOMENTUM, DECAY, HALVED_AFTER = 5e-3, 0.8, 5e-2, 40
@@ -46,7 +50,7 @@ class Diep(Pruning):
         order = routing.tables["diep_order"]
         return (order < routing.threshold) & (removed_first(order) < most)
 
-    def calibrate(self, model: Model, windows: Windows | None) -> Tables:
+    def calibrate(self, model: PreTrainedModel, windows: Windows | None) -> Tables:
         alpha, beta = train(model, windows, self.epochs, self.strength)
         worth = torch.cat([a.abs() * b for a, b in zip(alpha.values(), beta.values(), strict=True)])
         parts = as_order(worth).split([len(a) for a in alpha.values()])
@@ -56,7 +60,7 @@ class Diep(Pruning):
 # ---- the optimisation of α and β on a frozen model ----------------------------------------------------------------------
 
 
-def train(model: Model, windows: Windows | None, epochs: int, strength: float) -> tuple[Weights, Weights]:
+def train(model: PreTrainedModel, windows: Windows | None, epochs: int, strength: float) -> tuple[Weights, Weights]:
     """(α [E], β scalar) by layer key. The model's own weights and flags are left as they were."""
     places, text = sites(model), needed(windows).ids.to(model.device)
     seen = [watch(model, ids, places) for ids in text.split(1)]
@@ -84,7 +88,7 @@ def _start(places: list[Site], seen: list[dict[str, Call]]) -> tuple[Weights, We
 
 
 def _epochs(
-    model: Model,
+    model: PreTrainedModel,
     places: list[Site],
     text: list[tuple[Tensor, dict[str, Call]]],
     alpha: Weights,
@@ -113,7 +117,7 @@ def _epochs(
                     weight.clamp_(SMALLEST, LARGEST)
 
 
-def _distance(model: Model, site: Site, call: Call, alpha: Tensor, beta: Tensor) -> Tensor:
+def _distance(model: PreTrainedModel, site: Site, call: Call, alpha: Tensor, beta: Tensor) -> Tensor:
     """‖Z − β Σ_{e in top-k} α_e f_e(X)‖ on the unchanged model's inputs."""
     experts = model.get_submodule(site.path)
     whole = run_experts(experts, call.hidden, call.ids, call.gates).detach().float()
@@ -121,7 +125,7 @@ def _distance(model: Model, site: Site, call: Call, alpha: Tensor, beta: Tensor)
     return (whole - beta * ours).norm()
 
 
-def _cross_entropy(model: Model, places: list[Site], alpha: Weights, ids: Tensor) -> Tensor:
+def _cross_entropy(model: PreTrainedModel, places: list[Site], alpha: Weights, ids: Tensor) -> Tensor:
     """The model's loss with α in place of every gate."""
     with changed(model, {site.path: partial(_instead, alpha[site.key]) for site in places}):
         logits = token_logits(model, ids)

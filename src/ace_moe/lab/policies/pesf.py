@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from ..rule import Gain
-from .base import Routing, TokenPolicy
+from ...policies import Routing, TokenPolicy
+from ...policies.learned import squash
+from ...policies.records import Site
+from ...rule import Gain
+from .base import Context, context
 from .batch import group_sum, marked
-from .naee import squash
-from .scores import experts_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,17 +25,18 @@ class Pesf(TokenPolicy):
     """
 
     name = "pesf"
-    needs_logits = True  # for the number of experts
-    token_local = False
     limits = "slots of one expert in one sequence go together, and single tokens lose none"
 
     gain: Gain = "kept"
 
+    def extras(self, model: nn.Module, site: Site) -> Context:
+        return Context(model, site, sequences=True)
+
     def contribution(self, routing: Routing) -> Tensor:
-        each = torch.ones_like(routing.gates, dtype=torch.float32)
-        if (routing.length or len(each)) <= 1:
+        each, length = torch.ones_like(routing.gates, dtype=torch.float32), context(routing).length_of(len(routing.ids))
+        if length <= 1:
             return each
-        experts, ids = experts_of(routing), routing.ids.long()
-        count = group_sum(marked(ids, each, experts), routing, routing.length).gather(-1, ids)
-        slots = group_sum(each, routing, routing.length).sum(-1, keepdim=True).clamp(min=each.shape[-1])
+        experts, ids = context(routing).experts, routing.ids.long()
+        count = group_sum(marked(ids, each, experts), routing, length).gather(-1, ids)
+        slots = group_sum(each, routing, length).sum(-1, keepdim=True).clamp(min=each.shape[-1])
         return squash(count * experts / slots)

@@ -6,21 +6,22 @@ from abc import abstractmethod
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from ..rule import Gain
-from .base import Decision, Policy, Routing
-from .scores import experts_of, reselect
+from ...policies import Decision, Routing
+from ...policies.records import Site
+from ...rule import Gain
+from .base import Context, PassPolicy, context, guarded, logits_of, reroute
+from .scores import reselect, scores
 
 
 @dataclass(frozen=True, kw_only=True)
-class SubsetPolicy(Policy):
+class SubsetPolicy(PassPolicy):
     """Slots of experts outside the subset are filled again from inside it, as a router without their rows would do.
 
     `refill=False` is another method by the same subset: such slots are skipped, the top gate excepted.
     """
 
-    needs_logits = True
     limits = (
         "it fills the slots of excluded experts with others, so a token runs k experts as long as k are left; "
         "refill=False skips those slots instead"
@@ -32,12 +33,15 @@ class SubsetPolicy(Policy):
     def allowed(self, routing: Routing) -> Tensor:
         """[T or 1, E] bool: the experts a token may run."""
 
-    def route(self, routing: Routing) -> Decision:
-        allowed = self.allowed(routing)
+    def extras(self, model: nn.Module, site: Site) -> Context:
+        return Context(model, site, logits=True)
+
+    def together(self, routing: Routing) -> Decision:
+        ids, gates, allowed = routing.ids, routing.gates, self.allowed(routing)
         if self.refill:
-            return self.reroute(routing, *reselect(routing, allowed))
-        inside = allowed.expand(len(routing.ids), -1).gather(-1, routing.ids)
-        return self.skip(routing, self.guarded(routing, inside))
+            return reroute(self, routing, *reselect(scores(logits_of(routing), ids, gates), ids, gates, allowed))
+        inside = allowed.expand(len(ids), -1).gather(-1, ids)
+        return self.skip(routing, guarded(self, routing, inside))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +60,7 @@ class Pruning(SubsetPolicy):
 
     def allowed(self, routing: Routing) -> Tensor:
         left = routing.ids.shape[-1] if self.refill else 1
-        return ~self.pruned(routing, experts_of(routing) - left).unsqueeze(0)
+        return ~self.pruned(routing, context(routing).experts - left).unsqueeze(0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,9 +79,17 @@ class AimerPruning(UniformPruning):
     needs = ("aimer",)
 
 
+@dataclass(frozen=True, kw_only=True)
+class ReapPruning(UniformPruning):
+    """Remove the same fraction of every layer's experts, those of the lowest saliency S_e (Lasby et al., REAP, ICLR 2026)."""
+
+    name = "reap:prune"
+    needs = ("reap_saliency",)
+
+
 def removals(routing: Routing, most: int) -> Tensor:
     """How many experts go at this threshold; a tensor."""
-    return (routing.threshold * experts_of(routing)).ceil().clamp(max=most)
+    return (routing.threshold * context(routing).experts).ceil().clamp(max=most)
 
 
 def removed_first(saliency: Tensor) -> Tensor:

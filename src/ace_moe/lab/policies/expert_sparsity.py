@@ -8,9 +8,11 @@ from math import comb
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
-from .base import Model, Routing, Tables, Windows
-from .calibration import Call, needed, products, sites, walk
+from ...policies import Routing, Tables
+from ...text import Windows
+from .calls import Call, needed, products, sites, walk
 from .scores import reselect, scores
 from .subset import Pruning, removals
 
@@ -36,7 +38,7 @@ class ExpertSparsity(Pruning):
         return routing.tables["expert_sparsity_pruned"].index_select(0, number).squeeze(0) > 0
 
     @torch.no_grad()
-    def calibrate(self, model: Model, windows: Windows | None) -> Tables:
+    def calibrate(self, model: PreTrainedModel, windows: Windows | None) -> Tables:
         places, text = sites(model), needed(windows).ids
         each = max(1, self.tokens // len(text))
         losses: dict[str, list[Loss]] = {site.key: [] for site in places}
@@ -71,9 +73,10 @@ class Loss:
     """
 
     def __init__(self, call: Call, gram: Tensor):
-        self.routing = Routing(call.ids, call.gates, {}, torch.zeros(()), call.logits)
-        self.gram, self.experts = gram, gram.shape[-1]
-        self.scores, self.dense = scores(self.routing), self._dense(call.ids, call.gates.float())
+        assert call.logits is not None
+        self.ids, self.gates, self.gram, self.experts = call.ids, call.gates, gram, gram.shape[-1]
+        self.scores = scores(call.logits, call.ids, call.gates)
+        self.dense = self._dense(call.ids, call.gates.float())
 
     def _dense(self, ids: Tensor, gates: Tensor) -> Tensor:
         """Slots [n, k] as vectors over experts [n, E]."""
@@ -87,8 +90,8 @@ class Loss:
     def _together(self, sets: Tensor) -> Tensor:
         """Every set with every token, as C·T tokens that may not use their set."""
         c, t = len(sets), len(self.dense)
-        every = Routing(self.routing.ids.repeat(c, 1), self.routing.gates.repeat(c, 1), {}, self.routing.threshold)
-        ids, gates, keep = reselect(every, ~sets.repeat_interleave(t, dim=0), self.scores.repeat(c, 1))
+        score, ids, gates = (x.repeat(c, 1) for x in (self.scores, self.ids, self.gates))
+        ids, gates, keep = reselect(score, ids, gates, ~sets.repeat_interleave(t, dim=0))
         gates = torch.where(keep, gates, 0.0)
         before = self.dense.repeat(c, 1)
         gates = gates * (before.sum(-1, keepdim=True) / gates.sum(-1, keepdim=True).clamp(min=1e-30))

@@ -8,11 +8,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from .. import rule
-from ..errors import PolicyError
-from ..rule import Gain
-from .base import Routing
-from .scores import experts_of, scores
+from ... import rule
+from ...errors import PolicyError
+from ...policies import Routing
+from ...rule import Gain
+from .base import context, logits_of
+from .scores import scores
 from .subset import SubsetPolicy
 
 
@@ -48,7 +49,7 @@ class Oea(BatchPolicy):
         k = routing.ids.shape[-1]
         base = (k - (routing.threshold * k).floor()).clamp(min=min(self.min_active, k))
         first = rule.rank(routing.gates.float().abs(), routing.ids) < base
-        return group_sum(marked(routing.ids, first, experts_of(routing)), routing, self.group) > 0
+        return group_sum(marked(routing.ids, first, context(routing).experts), routing, self.group) > 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +65,7 @@ class XShare(BatchPolicy):
     gain: Gain = "kept"
 
     def allowed(self, routing: Routing) -> Tensor:
-        utility = group_sum(scores(routing), routing, self.group)
+        utility = group_sum(scores(logits_of(routing), routing.ids, routing.gates), routing, self.group)
         if self.with_top:  # E0 counts towards the size, and stays where it alone is larger
             top = marked(routing.ids, rule.top_slot(routing.gates, routing.ids), utility.shape[-1])
             utility = utility.masked_fill(group_sum(top, routing, self.group) > 0, torch.inf)

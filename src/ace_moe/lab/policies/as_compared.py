@@ -8,14 +8,14 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from .. import rule
-from ..errors import PolicyError
-from ..rule import Form, Gain
-from .base import Decision, Routing, TokenPolicy
+from ... import rule
+from ...errors import PolicyError
+from ...policies import Decision, Routing, TokenPolicy
+from ...policies.forms import Relative
+from ...policies.learned import Modes, Naee, squash
+from ...rule import Form, Gain
+from .base import reroute
 from .batch import XShare
-from .forms import Relative
-from .modes import Modes
-from .naee import Naee, squash
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +82,7 @@ class SereAsCompared(TokenPolicy):
         keep, gates = rule.kept(protected, routing.threshold), routing.gates.float()
         lost = torch.where(keep, 0.0, gates).sum(-1, keepdim=True)
         moved = gates + torch.where(rule.top_slot(routing.gates, routing.ids), lost, 0.0)
-        return self.reroute(routing, routing.ids, moved, keep)
+        return reroute(self, routing, routing.ids, moved, keep)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,17 +6,20 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
-from .. import rule
-from ..errors import PolicyError
-from ..rule import Gain
-from .base import Decision, Model, Policy, Routing, Tables, Windows
+from ... import rule
+from ...errors import PolicyError
+from ...policies import Decision, Policy, Routing, Tables
+from ...rule import Gain
+from ...text import Windows
+from .base import PassPolicy, guarded, reroute
 from .batch import check_group, group_sum, marked
-from .calibration import needed, products, sites, walk
+from .calls import needed, products, sites, walk
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sere(Policy):
+class Sere(PassPolicy):
     """P = union over the batch of each token's top `select` experts; a later slot of expert u outside P goes to
     v = argmax_{v in P} S[u, v] iff S[u, v] ≥ ρ = 1 − τ (Cheng et al., SERE, ICLR 2026).
 
@@ -42,23 +45,25 @@ class Sere(Policy):
         if not isinstance(self.select, int) or self.select < 1:
             raise PolicyError(f"select is a number of experts, at least 1; not {self.select!r}.")
 
-    def route(self, routing: Routing) -> Decision:
+    def together(self, routing: Routing) -> Decision:
         similarity, ids = routing.tables["sere_similarity"], routing.ids
         primary = rule.rank(routing.gates.float().abs(), ids) < self.select
         pool = group_sum(marked(ids, primary, len(similarity)), routing, self.group) > 0  # [T, E]
         choice = similarity[ids].masked_fill(~pool.unsqueeze(1), -torch.inf).max(-1)  # [T, k]
-        stays = self.guarded(routing, primary | pool.gather(-1, ids))
+        stays = guarded(self, routing, primary | pool.gather(-1, ids))
         move = ~stays & (choice.values >= 1 - routing.threshold) & (routing.threshold > 0)
-        return self.reroute(routing, *merge(torch.where(move, choice.indices, ids), routing.gates, move))
+        return reroute(self, routing, *merge(torch.where(move, choice.indices, ids), routing.gates, move))
 
-    @torch.no_grad()
-    def calibrate(self, model: Model, windows: Windows | None) -> Tables:
-        places = sites(model)
-        gram = {site.key: torch.zeros(site.num_experts, site.num_experts, dtype=torch.float64) for site in places}
-        for site, experts, call in walk(model, needed(windows).ids, places):
-            for part in products(experts, call.hidden, site.num_experts):
-                gram[site.key] += part.double().sum(0).cpu()
-        return {key: {"sere_similarity": nearness(g)} for key, g in gram.items()}
+
+@torch.no_grad()
+def similarities(policy: Policy, model: PreTrainedModel, windows: Windows | None) -> Tables:
+    """S [E, E] of each layer, by the outputs of all experts on every token of the text."""
+    places = sites(model)
+    gram = {site.key: torch.zeros(site.num_experts, site.num_experts, dtype=torch.float64) for site in places}
+    for site, experts, call in walk(model, needed(windows).ids, places):
+        for part in products(experts, call.hidden, site.num_experts):
+            gram[site.key] += part.double().sum(0).cpu()
+    return {key: {"sere_similarity": nearness(g)} for key, g in gram.items()}
 
 
 def nearness(gram: Tensor) -> Tensor:

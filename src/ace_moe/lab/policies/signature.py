@@ -7,9 +7,23 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
-from ..checkpoint.records import MoELayer
-from ..errors import StructureError
+from ...checkpoint import MoEModel
+from ...checkpoint.records import MoELayer
+from ...errors import StructureError
+from ...policies import Policy, Tables
+from ...text import Windows
+
+
+def similarities(policy: Policy, model: PreTrainedModel, windows: Windows | None) -> Tables:
+    """S [E, E] of each layer, from its weights alone; one layer is in memory at a time."""
+    moe, found = MoEModel.of(model), {}
+    for site in moe.sites:
+        layer = moe.layer(site)
+        signatures = torch.cat([part(layer, chunk) for chunk in layer.chunks()])
+        found[site.key] = {"sere_weights": similarity(signatures).float().cpu()}
+    return found
 
 
 def similarity(signature: Tensor) -> Tensor:

@@ -10,12 +10,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
-from .. import rule
-from ..errors import StructureError
-from ..rule import Gain
-from .base import Decision, Model, Policy, Routing, Site, Tables, Windows
-from .calibration import Call, Given, answers, changed, needed, sites, token_logits, watch
+from ... import rule
+from ...errors import StructureError
+from ...policies import Decision, Policy, Routing, Tables
+from ...policies.records import Site
+from ...rule import Gain
+from ...scoring.predictions import score
+from ...text import Windows
+from .base import PassPolicy, guarded
+from .calls import Call, Given, answers, changed, needed, sites, token_logits, watch
 
 
 def allocate(costs: Sequence[Tensor]) -> Tensor:
@@ -47,7 +52,6 @@ class LayerwisePolicy(Policy):
     Its one table has K_l for every total, [levels].
     """
 
-    token_local = True
     limits = "whole slots of whole layers go, so ratios come in steps of one over all slots of a token"
 
     def route(self, routing: Routing) -> Decision:
@@ -55,7 +59,7 @@ class LayerwisePolicy(Policy):
         level = (routing.threshold.clamp(0, 1) * (len(slots) - 1)).round().long()
         number = slots.index_select(0, level.view(-1)).view(-1, 1)  # indexing by a scalar would wait for its value
         keep = rule.rank(routing.gates.float().abs(), routing.ids) < number
-        return self.skip(routing, self.guarded(routing, keep))
+        return self.skip(routing, guarded(self, routing, keep))
 
     def shared_out(self, places: Sequence[Site], costs: Sequence[Tensor]) -> Tables:
         """The table of each layer from the costs of its slots."""
@@ -76,9 +80,7 @@ class AllocL(LayerwisePolicy):
     gain: Gain = "kept"
 
     @torch.no_grad()
-    def calibrate(self, model: Model, windows: Windows | None) -> Tables:
-        from ..scoring.predictions import score
-
+    def calibrate(self, model: PreTrainedModel, windows: Windows | None) -> Tables:
         places, text = sites(model), needed(windows)
         token_logits(model, text.ids[:1].to(model.device))  # a model that predicts nothing has no perplexity
         costs = []
@@ -97,7 +99,7 @@ class AllocL(LayerwisePolicy):
 
 
 @dataclass(frozen=True, kw_only=True)
-class AllocT(Policy):
+class AllocT(PassPolicy):
     """Every token keeps its top K_base = min_active; of the other slots of all tokens in the layer's pass the largest
     gates are kept until (1 − τ) T k slots run (Liu et al., Alloc-T of Alloc-MoE, ACL 2026).
 
@@ -110,8 +112,8 @@ class AllocT(Policy):
 
     gain: Gain = "kept"
 
-    def route(self, routing: Routing) -> Decision:
-        base = self.guarded(routing, torch.zeros_like(routing.ids, dtype=torch.bool))
+    def together(self, routing: Routing) -> Decision:
+        base = guarded(self, routing, torch.zeros_like(routing.ids, dtype=torch.bool))
         score = routing.gates.float().abs().masked_fill(base, torch.inf)
         slots = torch.ones_like(base)
         if routing.token_mask is not None:  # padding takes no slot from the others
@@ -139,7 +141,7 @@ class Lexi(LayerwisePolicy):
     seed: int = 0
 
     @torch.no_grad()
-    def calibrate(self, model: Model, windows: Windows | None = None) -> Tables:
+    def calibrate(self, model: PreTrainedModel, windows: Windows | None = None) -> Tables:
         places = sites(model)
         with ExitStack() as stack:
             for number, site in enumerate(places):

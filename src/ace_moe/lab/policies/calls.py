@@ -11,9 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedModel
 
-from ..errors import IntegrationError, TextError
-from .records import Model, Site, Windows
+from ...checkpoint import MoEModel, Site
+from ...engines.transformers.modules import run_experts
+from ...errors import IntegrationError, TextError
+from ...text import Windows
 
 ROWS = 1 << 13  # rows an experts module is given at once; bounds memory for any model
 Given = tuple[Tensor, Tensor, Tensor]  # hidden, ids, gates
@@ -36,17 +39,15 @@ def needed(windows: Windows | None) -> Windows:
     return windows
 
 
-def sites(model: Model) -> list[Site]:
+def sites(model: PreTrainedModel) -> list[Site]:
     """The model's MoE layers. Nothing may be skipped while a calibration looks at it."""
-    from ..checkpoint import MoEModel
-
     if any(hasattr(module, "ace") for module in model.modules()):
         raise IntegrationError("A plan is attached to this model. Detach it before the calibration: `ace.detach()`.")
     return MoEModel.of(model).sites
 
 
 @contextmanager
-def changed(model: Model, changes: Mapping[str, Change]) -> Iterator[None]:
+def changed(model: PreTrainedModel, changes: Mapping[str, Change]) -> Iterator[None]:
     """Inside, the experts at these paths are given what `change(hidden, ids, gates)` makes of their arguments."""
 
     def hook(change: Change, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -58,13 +59,13 @@ def changed(model: Model, changes: Mapping[str, Change]) -> Iterator[None]:
         yield
 
 
-def silenced(model: Model, site: Site) -> RemovableHandle:
+def silenced(model: PreTrainedModel, site: Site) -> RemovableHandle:
     """In a `with`: inside, this layer's routed experts answer zero."""
     return model.get_submodule(site.path).register_forward_hook(lambda module, args, output: output * 0)
 
 
 @torch.no_grad()
-def watch(model: Model, ids: Tensor, places: list[Site] | None = None) -> dict[str, Call]:
+def watch(model: PreTrainedModel, ids: Tensor, places: list[Site] | None = None) -> dict[str, Call]:
     """One pass over ids [B, L]: what every layer's experts were given, by layer key."""
     seen: dict[str, Given] = {}
     logits: dict[str, Tensor] = {}
@@ -79,7 +80,7 @@ def watch(model: Model, ids: Tensor, places: list[Site] | None = None) -> dict[s
     return {key: Call(*given, logits.get(key)) for key, given in seen.items()}
 
 
-def walk(model: Model, text: Tensor, places: list[Site]) -> Iterator[tuple[Site, nn.Module, Call]]:
+def walk(model: PreTrainedModel, text: Tensor, places: list[Site]) -> Iterator[tuple[Site, nn.Module, Call]]:
     """Each layer's experts and what they were given, window by window."""
     for ids in text.split(1):
         seen = watch(model, ids, places)
@@ -107,7 +108,7 @@ def router_logits(output: Any, num_experts: int) -> Tensor:
     )
 
 
-def token_logits(model: Model, ids: Tensor) -> Tensor:
+def token_logits(model: PreTrainedModel, ids: Tensor) -> Tensor:
     """The next-token logits [B, L, V] of a language model."""
     logits = getattr(model(input_ids=ids, use_cache=False), "logits", None)
     if logits is None or logits.shape[-1] <= int(ids.max()):
@@ -118,7 +119,7 @@ def token_logits(model: Model, ids: Tensor) -> Tensor:
     return logits
 
 
-def all_gates(model: Model, windows: Windows | None) -> dict[str, Tensor]:
+def all_gates(model: PreTrainedModel, windows: Windows | None) -> dict[str, Tensor]:
     """The gates of the whole text, [N, k] by layer key."""
     places = sites(model)
     passes = [watch(model, ids, places) for ids in needed(windows).ids.split(1)]
@@ -133,16 +134,6 @@ def answers(experts: nn.Module, hidden: Tensor, ids: Tensor) -> Tensor:
         given = x.repeat_interleave(n, dim=0), e.reshape(-1, 1), x.new_ones(len(x) * n, 1)
         found.append(run_experts(experts, *given).float().view(len(x), n, -1))
     return torch.cat(found)
-
-
-def run_experts(experts: nn.Module, hidden: Tensor, ids: Tensor, gates: Tensor) -> Tensor:
-    """The experts as they are, also while a plan is attached: without its part nothing decides these slots again."""
-    part = experts._modules.pop("ace", None)
-    try:
-        return experts.forward(hidden, ids, gates)  # forward: the hooks of a calibration look at the model's own calls
-    finally:
-        if part is not None:
-            experts.add_module("ace", part)
 
 
 def products(experts: nn.Module, hidden: Tensor, num_experts: int) -> Iterator[Tensor]:
