@@ -125,12 +125,9 @@ def _named(gain: object) -> Gain:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenPolicy(Policy):
-    """Decides each token by itself: skip the slots whose contribution is under the threshold.
-
-    """
+    """Decides each token by itself: skip the slots whose contribution is under the threshold."""
 
     mapping: ClassVar[Mapped] = "quantile"
-
 
     def __post_init__(self) -> None:
         super().__post_init__()

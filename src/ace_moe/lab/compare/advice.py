@@ -7,6 +7,7 @@ from typing import Any
 
 from ...errors import AceError
 from ...policies import POLICIES, PRESETS
+from ...tables import TABLES
 from .grid import CITED, made, parse_method
 
 NEAR = 0.05  # nats a token: as far as is advised to go
@@ -39,7 +40,7 @@ def usable(method: str) -> bool:
         policy = made(method) if parse_method(method)[0] in {*POLICIES, *PRESETS} else None
     except AceError:
         return False
-    return policy is not None and policy.servable and set(policy.needs) <= set(TABLES)
+    return policy is not None and policy.by_token and set(policy.needs) <= set(TABLES)
 
 
 def nearest(ways: Ways) -> list[Results]:
