@@ -27,7 +27,7 @@ from .mapping import map_budgets, text_for
 from .plan import Plan
 from .policies import AUTO, Policy
 from .progress import told
-from .sharing import load_plan
+from .plan.hub import load_plan
 from .tables import TABLES
 from .tables.build import add_tables, build_plan
 from .text import Text, Windows

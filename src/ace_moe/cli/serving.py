@@ -183,7 +183,7 @@ def _known(plan: Any, policy: Any, budget: float, workload: str | None, given: s
         own = [t for t in plan.thresholds if t.workload.sha256 == given and t.fits(policy.settings)]
         return any(abs(t.budget - budget) < 1e-9 for t in own)
     try:
-        plan.threshold(policy.settings, budget, workload=workload)
+        plan.lookup(policy.settings, budget, workload=workload)
         alignment(plan, policy, budget, workload)  # a τ between two that were mapped has none
     except BudgetError:
         return False

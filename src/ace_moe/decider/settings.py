@@ -12,9 +12,8 @@ from torch import Tensor
 
 from ..budget import check_budget
 from ..errors import BudgetError, PlanError, PolicyError
-from ..plan import Answer, Plan, missing_table
+from ..plan import Answer, Plan, missing_table, pick
 from ..plan.shapes import aligned_tables
-from ..plan.workloads import pick
 from ..policies import AUTO, POLICIES, Policy, choose, make
 from ..policies.base import COMMON
 from .rows import PHASES
@@ -88,9 +87,9 @@ def answers(plan: Plan, policy: Policy, skip: Skip, workload: str | None = None)
     """
     wanted = {p: check_budget(b, plan.top_k, policy.min_active) for p, b in by_phase(skip).items()}
     if not isinstance(skip, Mapping):
-        return dict.fromkeys(wanted, plan.answer(policy.settings, wanted["decode"], "both", workload))
+        return dict.fromkeys(wanted, plan.lookup(policy.settings, wanted["decode"], "both", workload))
     entries = {"verify": "verify" if "verify" in skip else "decode"}  # verify follows decode unless it is named
-    found = {p: plan.answer(policy.settings, b, entries.get(p, p), workload) for p, b in wanted.items()}  # type: ignore[arg-type]
+    found = {p: plan.lookup(policy.settings, b, entries.get(p, p), workload) for p, b in wanted.items()}  # type: ignore[arg-type]
     if len(set(wanted.values())) == 1:
         return found
     skipping = {p: answer for p, answer in found.items() if answer.expected != 0}
@@ -105,7 +104,7 @@ def alignment(plan: Plan, policy: Policy, skip: Skip, workload: str | None = Non
     if not wanted:
         return {}
     (budget,) = wanted
-    answer = plan.answer(policy.settings, budget, workload=workload)
+    answer = plan.lookup(policy.settings, budget, workload=workload)
     names = aligned_tables(policy.settings, budget, answer.workload.sha256 if answer.workload else "")
     if plan.lacks(names):
         known = sorted({t.budget for t in plan.thresholds if t.fits(policy.settings)})
