@@ -25,7 +25,7 @@ from .mapping import TextSource, ensure, missing
 from .plan import Plan
 from .policies import AUTO, Policy, policy_for
 from .progress import told
-from .sharing import load_plan
+from .plan.hub import load_plan
 from .tables.build import add_tables, build_plan
 from .tables.check import check_tables
 from .text import Text

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from ..plan import Routers, Sample
-from .gguf import GgufSource
 from .memory import ModelSource
 from .records import Site
 from .shards import Rows
@@ -20,7 +19,7 @@ from .structure import is_registered
 SMALLEST = 2.0**-14  # what is less has fewer bits in fp16 than in bf16; what is not, is the same number in both
 PLAIN = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 SAMPLED = 8  # rows of each matrix of an expert
-Source = CheckpointSource | ModelSource | GgufSource
+Source = CheckpointSource | ModelSource
 Rowed = tuple[str, dict[str, Tensor]]  # a layer's key, and its router's parameters as bf16 by full name
 
 

@@ -22,7 +22,7 @@ def assemble(site: Site, given: Mapping[str, Tensor | Stack]) -> MoELayer:
     if not is_registered(module):
         raise StructureError(
             f"{site.path} ({type(module).__name__}) is not served by transformers' experts registry, so its layout is "
-            "unknown and no table can be computed. Skipping by gates alone (policy 'share') may still work."
+            "unknown and no table can be computed."
         )
     tensors = {name: t for name, t in given.items() if isinstance(t, Tensor)}
     experts = _part(tensors, "experts")

@@ -16,8 +16,6 @@ from ..errors import AceError, CheckpointError, brief
 from ..files import expand, irregular
 from ..plan import Fingerprint, Routers
 from . import identity
-from .gguf import GgufSource, gguf_of
-from .hub import Repository, StreamedSource
 from .identity import Source
 from .layers import assemble
 from .memory import ModelSource
@@ -42,8 +40,6 @@ def resolve(model: str | Path) -> Path:
             f"A model is a folder with config.json, owner/name or a loaded transformers model, not {type(model).__name__}."
         )
     path = expand(model)
-    if os.path.isfile(path) and path.suffix == ".gguf":
-        return path
     if os.path.isdir(path):  # unlike Path's, these take a name the file system refuses for one that is not there
         if found := irregular(path):  # safetensors would wait on a pipe for ever, deaf to Ctrl-C
             raise CheckpointError(
@@ -66,25 +62,15 @@ def resolve(model: str | Path) -> Path:
         ) from error
 
 
-def load_config(folder: Path, gguf: Path | None = None) -> PretrainedConfig:
-    """Of the folder's config.json; a GGUF file without one beside it may be of a kind that transformers rebuilds one for."""
-    own = gguf is not None and not (folder / "config.json").is_file()
-    given = {"gguf_file": gguf.name} if own and gguf else {}
+def load_config(folder: Path) -> PretrainedConfig:
+    """The configuration of a checkpoint folder."""
     try:
-        return AutoConfig.from_pretrained(folder, trust_remote_code=False, **given)
+        return AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # a damaged configuration raises whatever its class raises
         raise CheckpointError(
             f"{folder} has no usable config.json ({brief(error)}). The folder must be a transformers "
             "checkpoint of an architecture this release knows; code from the checkpoint is not run."
         ) from error
-
-
-def located(model: str | Path) -> tuple[Path, Path | None, PretrainedConfig]:
-    """A checkpoint's folder, the GGUF file in it if it is one, and its configuration."""
-    path = resolve(model)
-    gguf = gguf_of(path)
-    folder = path if gguf is None else gguf.parent
-    return folder, gguf, load_config(folder, gguf)
 
 
 def _twin(folder: Path, config: PretrainedConfig) -> PreTrainedModel:
@@ -113,18 +99,11 @@ class MoEModel:
         source.check(self.sites)
 
     @classmethod
-    def open(cls, model: str | Path, repository: Repository | None = None) -> MoEModel:
-        """A checkpoint: nothing but its configuration and its file headers is read yet. Of a `repository` of the hub no more
-        is fetched than a layer's shards, when the layer is read."""
-        if repository is not None:
-            twin = _twin(repository.folder, load_config(repository.folder))
-            return cls(repository.name.rpartition("/")[2], twin, StreamedSource(repository, twin))
-        folder, gguf, config = located(model)
-        twin = _twin(folder, config)
-        if gguf is None:
-            return cls(called(folder), twin, CheckpointSource(folder, twin))
-        shapes = {name: tensor.shape for name, tensor in twin.state_dict().items()}
-        return cls(gguf.resolve().stem, twin, GgufSource(gguf, shapes))
+    def open(cls, model: str | Path) -> MoEModel:
+        """A checkpoint: nothing but its configuration and its file headers is read yet."""
+        folder = resolve(model)
+        twin = _twin(folder, load_config(folder))
+        return cls(called(folder), twin, CheckpointSource(folder, twin))
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> MoEModel:
@@ -155,8 +134,6 @@ class MoEModel:
     def layer(self, site: Site) -> MoELayer:
         """Norm and router are read; experts are read when they are asked for, a few at a time."""
         names, stacks = site.parameter_names(), site.stacks()
-        if isinstance(self.source, StreamedSource):
-            self.source.prepare(site)
         read = self.source.read([name for name in names if name not in stacks])
         for name, tensor in read.items():  # the tables notice bad experts; a bad norm would look like no norm
             if not names[name].startswith("experts.") and not tensor.float().isfinite().all():
@@ -192,8 +169,6 @@ def how_it_runs(moe: MoEModel) -> str:
     found = {name for names in moe.formats().values() for name in names}
     if found == {"plain"}:
         return "as it is"
-    if all(name.startswith("gguf") for name in found):
-        return "transformers decodes GGUF of the architectures it knows; others from their original"
     method = moe.source.facts.method if isinstance(moe.source, CheckpointSource) else ""
     if found <= LOADED.get(method, set()) | {"plain"}:
         return (

@@ -29,7 +29,7 @@ def plan_option(meaning: str) -> Any:
 
 def here(plan: Path | None) -> Path | None:
     """Where a plan option takes a repository's name: its plan, fetched."""
-    from ..sharing import located
+    from ..plan.hub import located
 
     return plan if plan is None else located(plan)
 

@@ -1,14 +1,15 @@
-"""From a checkpoint to a plan: tables, budget, and both at once."""
+"""From a checkpoint to a plan: tables, thresholds for budgets, and both at once."""
 
 from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from ..errors import BudgetError, OptionError
+from ..errors import BudgetError
 from . import options as opt
 from . import show
 from .common import check_texts, made_of, note, out, parse_budgets, print_json, reachable, say, warn_of_loss
@@ -18,13 +19,13 @@ from .outputs import check_output
 
 if TYPE_CHECKING:
     from ..plan import Plan
-    from ..tables.work import Job
 
 EVERY = "0.1:0.6:0.1"  # budgets that are mapped where none are named
 TEXTS = (
     "Unlabelled text of the kind the model will serve: .txt, or .jsonl with `text`; several are mapped one by one "
     "and together, as `mixed`. Default: the model writes its own."
 )
+TABLES = "Only make a plan with the tables of the paper's rule, from the checkpoint alone; no text, no pass."
 MAX_KL = "Instead of budgets: the most that can be skipped with at most this KL (nats a token)."
 READS = "Instead of budgets: what must be skipped to read this part of the experts in decode."
 CORRECT = "Correct τ on the skipped model until the realised ratio fits. Default: all but the paper's."
@@ -75,100 +76,60 @@ def plan(
     deciding: Deciding,
     loading: Loading,
     output: Out = Path("plan.safetensors"),
+    tables: Annotated[bool, option(TABLES, "--tables")] = False,
     text: Texts = None,
     budgets: opt.Budgets = EVERY,
     window: opt.Window = 1024,
     tokens: opt.Tokens = 65536,
     as_json: opt.AsJson = False,
 ) -> None:
-    """Everything skipping needs, in one file: tables from the checkpoint, then thresholds for your budgets on a text.
+    """Everything skipping needs, in one file: thresholds for your budgets on a text, and the tables a policy reads.
 
-    The same as `ace tables` and then `ace budget`, which have more options. A plan that is there is continued.
+    A plan that is there is continued.
     """
     from ..policies import choose
 
+    if tables:
+        return make_tables(model, output, loading.device, as_json)
     if not output.exists():  # reading a large checkpoint takes long: what `budget` would refuse is refused first
         choose(**deciding.given)
         parse_budgets(budgets)
         check_texts(text or (), window, tokens)
-        tables(model, output, quiet=True)
+        make_plan(model, output)
     budget(model, output, deciding, loading, Aim(), text, budgets, window=window, tokens=tokens, as_json=as_json)
     if not as_json:
         say(f"Next: ace run {opt.as_typed(model)} --plan {opt.as_typed(output)} --beside --prompt TEXT")
 
 
-@command(epilog="Example: ace tables Qwen/Qwen3-30B-A3B -o qwen3.safetensors")
-def tables(
-    model: opt.Model,
-    output: Out = Path("plan.safetensors"),
-    device: Annotated[str, option("Where the products are computed; several for workers: cuda:0,cuda:1.")] = "cpu",
-    stream: Annotated[bool, option("Keep nothing of a hub repository: a shard at a time.", "--stream")] = False,
-    workers: Annotated[int, option("Processes that share the layers.", min=1)] = 1,
-    layers: Annotated[str | None, option("Only MoE layers first:past-the-last, for several machines.")] = None,
-    push: Annotated[str | None, option("Publish the plan on the hub: owner/name.")] = None,
-    quiet: Annotated[bool, option("Print nothing but notes.")] = False,
-    as_json: opt.AsJson = False,
-) -> None:
-    """Compute the tables from the checkpoint alone and write a plan. No data, no GPU needed."""
-    from .. import sharing
-    from ..checkpoint import MoEModel
+def make_tables(model: str, output: Path, device: str | None, as_json: bool) -> None:
+    """Write a plan with the tables of the paper's rule, from the checkpoint alone, and show them."""
+    from ..tables import PAPER
+
+    start = time.perf_counter()
+    plan = make_plan(model, output, PAPER, device)
+    seconds = time.perf_counter() - start
+    if as_json:
+        facts = {"plan": str(output), "layers": len(plan.layers), "undefined": plan.undefined, "seconds": seconds}
+        return print_json(facts)
+    for reason in plan.undefined.values():
+        note(reason)
+    out.print(show.plan_table(plan))
+    following = f"ace plan {opt.as_typed(model)} --plan {opt.as_typed(output)} --text FILE"
+    say(f"{output}: {len(plan.layers)} layers in {seconds:.1f} s. Next: {following}")
+
+
+def make_plan(model: str, output: Path, tables: Sequence[str] = (), device: str | None = None) -> Plan:
+    """A new plan in a file, with the command that made it; nothing is written where it may not be."""
     from ..checkpoint.loading import check_device
     from ..provenance import provenance
     from ..tables.build import build_plan
-    from ..tables.parts import Parts
-    from ..tables.work import Job, parse_layers
 
-    devices = tuple(device.split(","))
-    for name in devices:
-        check_device(name)
     check_output(output, "plan")
-    if push is not None:
-        sharing.check_push(push)
-    start = time.perf_counter()
-    in_parts = stream or workers > 1 or layers is not None
-    if len(devices) > workers:
-        raise OptionError(f"{len(devices)} devices are for as many processes: add --workers {len(devices)}.")
-    if in_parts:
-        found = _in_parts(Job(model, output, stream, workers, devices, parse_layers(layers)), as_json)
-        if found is None:
-            return
-    else:
-        found = build_plan(MoEModel.open(model), device=device)
-    plan = replace(found, made=(provenance(devices[0]),))
+    if device is not None:
+        check_device(device)
+    plan = replace(build_plan(model, tables, device=device), made=(provenance(device or "cpu"),))
     plan.save(output)
-    if in_parts:
-        Parts(output).remove()
-    seconds = time.perf_counter() - start
-    pushed = None if push is None else sharing.push(plan, push, None if Path(model).exists() else model)
-    if as_json:
-        facts = {"plan": str(output), "layers": len(plan.tables), "undefined": plan.undefined, "seconds": seconds}
-        return print_json(facts | ({"pushed": pushed} if pushed else {}))
-    for reason in plan.undefined.values():
-        note(reason)
-    if quiet:
-        return None
-    out.print(show.plan_table(plan))
-    following = f"ace budget {opt.as_typed(model)} --plan {opt.as_typed(output)}"
-    say(f"{output}: {len(plan.tables)} layers in {seconds:.1f} s. Next: {following}")
-    if pushed:
-        say(f"pushed: {pushed}")
-
-
-def _in_parts(job: Job, as_json: bool) -> Plan | None:
-    """The plan; None where layers are left to others, whose files then come into the same folder."""
-    from ..tables.parts import Parts
-    from ..tables.work import build_in_parts
-
-    plan, missing = build_in_parts(job, say=note)
-    if plan is not None:
-        return plan
-    folder, keys = Parts(job.output).folder, [site.key for site in missing]
-    if as_json:
-        print_json({"parts": str(folder), "missing": keys})
-    else:
-        left = f"{len(keys)} layers are missing ({keys[0]} … {keys[-1]})"
-        say(f"{folder}: {left}. Put the other machines' files there and run the command again.")
-    return None
+    return plan
 
 
 @command(epilog="Example: ace budget Qwen/Qwen3-30B-A3B --plan qwen3.safetensors --text sample.txt")

@@ -46,9 +46,9 @@ def lookup_phases(plan: Plan, policy: Policy, budget: Budget, workload: str | No
     A threshold is measured with one budget for all phases: where they differ, it counts as not corrected.
     """
     if budget.uniform:
-        return [plan.answer(policy.settings, budget.decode, "both", workload)] * len(PHASES)
+        return [plan.lookup(policy.settings, budget.decode, "both", workload)] * len(PHASES)
     phases = ["decode" if p == "verify" and budget.verify == budget.decode else p for p in PHASES]
-    answers = [plan.answer(policy.settings, budget.by_phase[p], p, workload) for p in phases]
+    answers = [plan.lookup(policy.settings, budget.by_phase[p], p, workload) for p in phases]
     return [
         a if a.expected == 0 else replace(a, how="uncorrected", error=None, notice=a.notice or APART) for a in answers
     ]

@@ -63,7 +63,7 @@ def least_reading(
     limit, name = _limit(plan, policy, windows), labels(plan.workloads)[windows.workload.sha256]
     seen = _routings(model, plan, policy, windows)
     for budget in _steps(0.0, limit, FINE):
-        tau = plan.answer(policy.settings, budget, workload=name).threshold if budget else 0.0
+        tau = plan.lookup(policy.settings, budget, workload=name).threshold if budget else 0.0
         if _part_read(seen, tau, tokens) <= reads:
             return budget, plan
     raise BudgetError(

@@ -29,7 +29,7 @@ def missing(
             entries = [t for t in plan.thresholds if t.workload.sha256 == sha256 and t.fits(policy.settings)]
             return any(abs(t.budget - budget) < 1e-9 for t in entries)
         with suppress(BudgetError):
-            plan.threshold(policy.settings, budget, workload=workload)
+            plan.lookup(policy.settings, budget, workload=workload)
             return True
         return False
 

@@ -8,7 +8,7 @@ from typing import Any
 from ..errors import PlanError, PolicyError
 from ..plan import Plan
 from ..plan.entries import without_denominator
-from ..plan.workloads import pick
+from ..plan import pick
 from .base import COMMON, Policy
 from .registry import AUTO, choose, is_ours, make
 

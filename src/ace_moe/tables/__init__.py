@@ -14,7 +14,7 @@ from ..errors import CheckpointError, StructureError
 from . import aimer, gsp, rcr
 
 EPSILON = 1e-8
-BUILT = ("gsp", "rcr")  # what every plan has; others are built on request
+PAPER = ("gsp", "rcr")  # what the paper's rule reads
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ TABLES = {
 }
 
 
-def tables(layer: MoELayer, names: Sequence[str] = BUILT) -> tuple[dict[str, Tensor], dict[str, str]]:
+def tables_of(layer: MoELayer, names: Sequence[str]) -> tuple[dict[str, Tensor], dict[str, str]]:
     """The named tables that have a meaning for this layer, and for the others the reason why not.
 
     float32: [E] with mean 1, or [E, E] as it is.

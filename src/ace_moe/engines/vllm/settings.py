@@ -16,7 +16,7 @@ from ...decider.tracking import Control, look_up
 from ...errors import IntegrationError, OptionError, PolicyError, brief
 from ...plan import Plan
 from ...policies import AUTO, Policy, choose
-from ...sharing import load_plan
+from ...plan.hub import load_plan
 from ...tables import TABLES
 from ...tables.build import add_tables, automatic_plan
 from . import KEY
@@ -153,6 +153,8 @@ class Settings:
             check_tables(plan, policy, set())
             return plan, policy
         check_tables(plan, policy, set(TABLES))
+        if not self.plan:
+            return automatic_plan(model, policy.tables), policy
         if plan.lacks(policy.tables) and self.allow_other_weights:  # or adding to the plan would be refused
             plan = plan.check_model(MoEModel.open(model).fingerprint(), allow_other_weights=True)
         return add_tables(plan, policy.tables, model), policy

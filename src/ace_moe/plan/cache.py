@@ -1,12 +1,9 @@
-"""Plans kept in the cache: those fetched from the hub, and those made for models that were given none."""
+"""Plans in the cache: those fetched from the hub, and those made for models that were given none."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-
-from huggingface_hub import scan_cache_dir
-from huggingface_hub.errors import CacheNotFound
 
 from ..errors import OptionError, OutputError
 from ..files import cache_folder
@@ -14,7 +11,7 @@ from ..files import cache_folder
 
 @dataclass(frozen=True)
 class Kept:
-    """`commit` is None for a plan that was made here."""
+    """A plan in the cache; `commit` is None for one that was made here."""
 
     name: str
     path: Path
@@ -33,18 +30,21 @@ def hub_folder() -> Path:
 
 def kept() -> list[Kept]:
     """Those made here first, each group by name."""
-    made = [Kept(p.stem, p, p.stat().st_size, p.stat().st_mtime) for p in sorted(cache_folder().glob("*.safetensors"))]
-    return made + sorted(_fetched(), key=lambda k: k.label)
+    here = [Kept(p.stem, p, p.stat().st_size, p.stat().st_mtime) for p in sorted(cache_folder().glob("*.safetensors"))]
+    return here + sorted(_fetched(), key=lambda k: k.label)
 
 
 def _fetched() -> list[Kept]:
+    from huggingface_hub import scan_cache_dir
+    from huggingface_hub.errors import CacheNotFound
+
     try:
-        found = scan_cache_dir(hub_folder())
+        repositories = scan_cache_dir(hub_folder()).repos
     except (CacheNotFound, ValueError):
         return []
     return [
         Kept(repo.repo_id, file.file_path, file.size_on_disk, file.blob_last_modified, revision.commit_hash)
-        for repo in found.repos
+        for repo in repositories
         for revision in repo.revisions
         for file in revision.files
         if file.file_name.endswith(".safetensors")
@@ -52,17 +52,19 @@ def _fetched() -> list[Kept]:
 
 
 def clear(name: str | None = None) -> list[Kept]:
-    """Forget the plans that a name means, or all; returns them."""
-    gone = [k for k in kept() if name in (None, k.name, k.label)]
-    if name is not None and not gone:
+    """Delete the plans that a name means, or all; returns them."""
+    from huggingface_hub import scan_cache_dir
+
+    meant = [k for k in kept() if name in (None, k.name, k.label)]
+    if name is not None and not meant:
         raise OptionError(f"No plan {name!r} is kept. `ace plans` lists those that are.")
-    commits = [k.commit for k in gone if k.commit]
+    commits = [k.commit for k in meant if k.commit]
     if commits:
         scan_cache_dir(hub_folder()).delete_revisions(*commits).execute()
-    for plan in gone:
+    for plan in meant:
         plan.path.unlink(missing_ok=True)
         Path(f"{plan.path}.lock").unlink(missing_ok=True)
-    return gone
+    return meant
 
 
 def check_own(path: Path) -> None:
