@@ -23,9 +23,9 @@ from .engines.transformers.experts import CHOICES, Choice
 from .errors import BudgetError, IntegrationError, OptionError, PlanError, PolicyError
 from .mapping import TextSource, ensure, missing
 from .plan import Plan
+from .plan.hub import load_plan
 from .policies import AUTO, Policy, policy_for
 from .progress import told
-from .plan.hub import load_plan
 from .tables.build import add_tables, build_plan
 from .tables.check import check_tables
 from .text import Text

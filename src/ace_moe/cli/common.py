@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 PANELS = {
     "See it": ("demo", "run", "chat"),
     "Use it": ("plan", "tune", "serve", "inspect", "policies", "plans"),
-    "Step by step": ("budget",),
     "Measure": ("compare", "report", "perplexity", "eval", "lm-eval", "bench"),
     "Study": ("study", "trace", "simulate", "reproduce"),
 }

@@ -143,7 +143,11 @@ def _check_bytes(path: Path) -> bool:
 def _fields(handle: safe_open, sealed: bool) -> dict[str, Any]:
     ace = _metadata(handle, sealed)
     METADATA(ace, "metadata")
-    fingerprint, listed, guarded = Fingerprint.from_json(ace["fingerprint"]), ace.get("curves", []), ace.get("guarded", {})
+    fingerprint, listed, guarded = (
+        Fingerprint.from_json(ace["fingerprint"]),
+        ace.get("curves", []),
+        ace.get("guarded", {}),
+    )
     lines = {name for name in handle.keys() if re.fullmatch(r"curves\.\d+", name)}  # noqa: SIM118
     _check_curves(handle, lines, [facts["tensor"] for facts in listed])
     tables = _tables(handle, set(handle.keys()) - lines, fingerprint.structure, ace.get("shapes", {}))
@@ -155,7 +159,7 @@ def _fields(handle: safe_open, sealed: bool) -> dict[str, Any]:
         if foreign := set(layers) - set(fingerprint.structure):
             raise ValueError(f"guarded: {name} names layer {min(foreign)!r:.40}, which the model does not have")
     default = ace.get("default_workload")
-    if default is not None and default not in {entry.workload.sha256 for entry in (*thresholds, *curves)}:
+    if default is not None and default not in {*(t.workload.sha256 for t in thresholds), *(c.workload.sha256 for c in curves)}:
         raise ValueError(f"default_workload {default!r:.40} is not the hash of one of the plan's texts")
     return {
         **{"tables": tables, "fingerprint": fingerprint, "model": ace["model"], "undefined": ace["undefined"]},

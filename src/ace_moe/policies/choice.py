@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..errors import PlanError, PolicyError
-from ..plan import Plan
+from ..plan import Plan, pick
 from ..plan.entries import without_denominator
-from ..plan import pick
 from .base import COMMON, Policy
 from .registry import AUTO, choose, is_ours, make
 

@@ -40,14 +40,20 @@ def build_plan(
     return Plan(computed, fingerprint, moe.name, undefined)
 
 
-def add_tables(plan: Plan, wanted: Iterable[str], model: str | Path | PreTrainedModel | MoEModel) -> Plan:
+def add_tables(
+    plan: Plan,
+    wanted: Iterable[str],
+    model: str | Path | PreTrainedModel | MoEModel,
+    *,
+    device: str | None = None,
+) -> Plan:
     """The plan with those of the wanted tables that come from weights alone and that it does not have."""
     names = [name for name in plan.lacks(wanted) if name in TABLES]
     if not names:
         return plan
     moe = _opened(model)
     plan.check_model(moe.fingerprint())
-    computed, undefined = _computed(moe, names)
+    computed, undefined = _computed(moe, names, device)
     if undefined:
         raise StructureError(f"{' '.join(dict.fromkeys(undefined.values()))} Policy 'share' needs no table.")
     return plan.with_tables(computed)
@@ -88,9 +94,7 @@ def automatic_plan_path(model: str | Path) -> tuple[Path, MoEModel]:
     return cache_folder() / f"{moe.name}-{moe.content()[:16]}.safetensors", moe
 
 
-def automatic_plan(
-    model: str | Path, tables: Iterable[str] = (), say: Callable[[str], None] = logger.warning
-) -> Plan:
+def automatic_plan(model: str | Path, tables: Iterable[str] = (), say: Callable[[str], None] = logger.warning) -> Plan:
     """The model's plan from the cache, or made and kept there, with at least the named tables. One process makes it, the
     others wait."""
     from filelock import FileLock
