@@ -56,6 +56,8 @@ def plan(
 
     Stopped by Ctrl-C, the same command goes on. --no-correct and --no-fidelity leave the first pass alone.
     """
+    if tables:
+        return _add_tables(model, output, loading.device, as_json)
     from ..checkpoint import MoEModel
     from ..lab.policies import CALIBRATIONS, calibration_part, prepare
     from ..mapping import map_budgets, most_within, windows_by_text
@@ -65,8 +67,6 @@ def plan(
     from ..provenance import provenance
     from ..tables.check import check_tables
 
-    if tables:
-        return _add_tables(model, output, loading.device, as_json)
     choose(**deciding.given)  # reading a large checkpoint takes long: what would be refused after it is refused first
     parse_budgets(budgets)
     check_texts(text or (), window, tokens, batch)
