@@ -54,8 +54,8 @@ def _(x, *rest):
 
 def _backward(ctx, *_):
     raise IntegrationError(
-        "The kernels have no backward pass. Detach the plan to train (`ace.detach()`); for gradients of a model in evaluation mode "
-        'attach it with `dispatch="torch"`.'
+        "The kernels have no backward pass. Detach the plan to train (`ace.detach()`); for gradients of a model in evaluation "
+        'mode attach it with `dispatch="torch"`.'
     )
 
 
