@@ -88,14 +88,6 @@ class Runtime:
         """Thresholds with a target move from now on."""
         self.tracker = self.tracker or Tracker(self.layers, self.state)
 
-    def tensors(self) -> Iterator[Tensor]:
-        """All that is kept on devices, some of it more than once."""
-        for layer in self.layers.values():
-            yield from layer.buffers()
-        yield from self.state.tensors()
-        if self.tracker is not None:
-            yield self.tracker.seen
-
     # ---- what happened ------------------------------------------------------------------------------------------
 
     def counts(self) -> dict[str, Tensor]:

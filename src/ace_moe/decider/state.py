@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -27,7 +25,6 @@ class State:
 
     def __init__(self, budgets: int = 1):
         rows = rows_for(budgets)
-        self.changes = 0  # how often τ was set; what moves by itself is not counted
         self.tracks = False  # whether any τ moves by itself; not asked of a tensor, because compiled passes look
         with torch.device("cpu"):  # an engine may build its layers under another default
             tau, target = torch.zeros(rows, dtype=torch.float32), torch.full((rows,), NONE, dtype=torch.float32)
@@ -58,10 +55,6 @@ class State:
                 self._on[device] = Shared(*(t.to(device, copy=True) for t in self._host))
         return self._on[device]
 
-    def tensors(self) -> Iterator[Tensor]:
-        """On every device that has layers."""
-        return chain.from_iterable(self._on.values())
-
     def moving_on(self, device: torch.device) -> Shared:
         """What moves by itself on this device from now on, from where it is."""
         self._host = self._host._replace(tau=self.tau)
@@ -73,7 +66,6 @@ class State:
         """[R] each; without targets they stay."""
         now = tau.detach().float().cpu().clone()
         now[PADDING] = 0
-        self.changes += 1
         self._host = self._host._replace(tau=now, target=self._host.target if target is None else target.float().cpu())
         self.tracks = not bool(self._host.target.isnan().all())
         self._write()
