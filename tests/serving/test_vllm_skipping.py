@@ -93,6 +93,7 @@ def test_a_request_that_was_admitted_is_served_under_any_text(
         ("vllm_config", "speculative_config", SimpleNamespace(enable_adaptive_verification=True), "adaptive"),
         ("parallel_config", "enable_dbo", True, "--enable-dbo"),
         ("parallel_config", "ubatch_size", 2, "--ubatch-size"),
+        ("model_config", "enable_sleep_mode", True, "--enable-sleep-mode"),
         ("vllm_config", "cache_config", SimpleNamespace(kv_sharing_fast_prefill=True), "--kv-sharing-fast-prefill"),
         ("parallel_config", "prefill_context_parallel_size", 2, "--prefill-context-parallel-size"),
         ("model_config", "enable_return_routed_experts", True, "--enable-return-routed-experts"),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -56,10 +54,6 @@ class State:
             with torch.inference_mode(False):
                 self._on[device] = Shared(*(t.to(device, copy=True) for t in self._host))
         return self._on[device]
-
-    def tensors(self) -> Iterator[Tensor]:
-        """On every device that has layers."""
-        return chain.from_iterable(self._on.values())
 
     def moving_on(self, device: torch.device) -> Shared:
         """What moves by itself on this device from now on, from where it is."""

@@ -8,7 +8,9 @@ and there an empty cache means a prompt and one token on a filled one a generate
 from __future__ import annotations
 
 import inspect
+import sys
 import threading
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -17,9 +19,9 @@ from torch import Tensor, nn
 from ...decider.decider import refuse_pickling
 from ...decider.rows import PADDING, PHASES, Same, row_of
 from ...errors import IntegrationError
-from .turns import Turns
 
 PREFILL, DECODE, VERIFY = (row_of(phase) for phase in ("prefill", "decode", "verify"))
+CALL = nn.Module._call_impl.__code__
 PROMPTS = "ace_prompt_lengths"  # where a paged cache carries the prompt lengths of its requests
 
 
@@ -37,7 +39,7 @@ NOTHING = PassContext()
 
 
 class Pass:
-    """One stack's running pass. Two threads take turns: the second waits until the first one's pass has ended."""
+    """One stack's running pass, which is one thread's: another thread that begins a pass meanwhile is refused."""
 
     counting = generating = True  # experts a prompt reads are counted where they were asked for
 
@@ -50,7 +52,9 @@ class Pass:
         self._length = 0
         self._kept = 0  # tokens of each sequence, where the last layers may get those alone whose logits are asked for
         self._same = {row: Same(row) for row in (PREFILL, DECODE, VERIFY)}
-        self._turns = Turns()
+        self._running: dict[
+            str, int
+        ] = {}  # the thread of the running pass; of an interrupted one until the next begins
 
     def __deepcopy__(self, memo: Any) -> None:
         """A copy of an attached model is a model without a plan."""
@@ -94,7 +98,7 @@ class Pass:
         inputs = _named(module, args, kwargs)
         refuse_gradients(module, inputs)
         if not torch.compiler.is_compiling():
-            self._turns.take(module)
+            self._claim(module)
         try:
             self._look(inputs)
         except BaseException:
@@ -102,11 +106,25 @@ class Pass:
             raise
 
     def end(self, *_: Any) -> None:
-        """After a pass, also one that failed."""
-        self.deciders.after_step()
+        """After a pass, also one that failed; one that was refused leaves the other thread's alone."""
+        owner = None if torch.compiler.is_compiling() else self._running.get("thread")
+        if owner is not None and owner != threading.get_ident():
+            return
         self._rows, self._row, self._length, self._kept = None, PREFILL, 0, 0
-        if not torch.compiler.is_compiling():
-            self._turns.leave()
+        self.deciders.after_step()
+        if owner is not None:
+            self._running.pop("thread", None)
+
+    def _claim(self, module: nn.Module) -> None:
+        """Make the pass this thread's. Ctrl-C runs no hook behind a pass, so who comes next looks whether it is over."""
+        me = threading.get_ident()
+        owner = self._running.setdefault("thread", me)  # in one step: two threads cannot both find nobody
+        if owner != me and inside(module, owner):
+            raise IntegrationError(
+                "Another thread is in a pass of this model, and an attached plan follows one pass at a time. Run passes one "
+                "after the other (with a lock of your own), or give each thread a copy of the model and a plan on it."
+            )
+        self._running["thread"] = me
 
     # ---- rows ---------------------------------------------------------------------------------------------------
 
@@ -174,6 +192,16 @@ class Pass:
         if real.shape == rows.shape:
             rows = torch.where(real, rows, PADDING)
         self._rows, self._row = rows.to(torch.int8).reshape(-1), None
+
+
+def inside(module: nn.Module, thread: int) -> bool:
+    """Whether a thread is inside a call of this module."""
+    frame: FrameType | None = sys._current_frames().get(thread)
+    while frame is not None:
+        if frame.f_code is CALL and frame.f_locals.get("self") is module:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def refuse_gradients(module: nn.Module, inputs: dict[str, Any]) -> None:

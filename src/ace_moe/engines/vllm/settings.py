@@ -28,6 +28,7 @@ REFUSED = {
     "--enable-dbo": "dual batch overlap splits a step in two",
     "--ubatch-size": "microbatches are parts of a step, and what each token is goes by its place in the whole",
     "--kv-sharing-fast-prefill": "the last layers are given a prompt's last token alone, and cannot tell which it is",
+    "--enable-sleep-mode": "an engine that sleeps gives up the memory in which thresholds and counters lie",
     "--enable-return-routed-experts": "it stores ids in unsigned bytes, where a skipped slot has none",
 }
 EXECUTORS = ("auto", "native", "redirect")  # native: also what was read in vLLM's source and not tried on a GPU
@@ -218,6 +219,7 @@ def refuse_unsupported(vllm_config: Any, traced: bool = False) -> None:
         "--enable-dbo": getattr(parallel, "enable_dbo", False),
         "--ubatch-size": getattr(parallel, "ubatch_size", 0) > 1,
         "--kv-sharing-fast-prefill": getattr(cache, "kv_sharing_fast_prefill", False),
+        "--enable-sleep-mode": getattr(vllm_config.model_config, "enable_sleep_mode", False),
         "--enable-return-routed-experts": getattr(vllm_config.model_config, "enable_return_routed_experts", False),
     }
     reasons = (
