@@ -54,7 +54,7 @@ def layer_times(moe: MoEModel, folder: Path, device: str) -> dict[str, float]:
             ways = {
                 "copy": lambda n=number: load_file(shards[n], device=device),
                 "load": lambda s=site: load(moe, s, device),
-                "tables": lambda s=site: tables_of(moe.layer(s).to(device)),
+                "tables": lambda s=site: tables_of(moe.layer(s).to(device), PAPER),
             }
             for name, work in ways.items():
                 seconds = timed(work, device)

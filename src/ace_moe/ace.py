@@ -6,23 +6,23 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from .budget import NONE, Budget, BudgetLike
-from .checkpoint import MoEModel
-from .decider import Deciders, Thresholds, merge, thresholds_for
-from .decider.controller import Control, check_control
+from .checkpoint import MoEModel, Site
+from .decider import Deciders, merge
 from .decider.rows import BUDGETS
-from .decider.thresholds import check_threshold
+from .decider.thresholds import Control, check_control, check_threshold, thresholds_for
 from .engines.transformers import Attachment, attachments_in, base_of
 from .engines.transformers.attachment import CHANGING
 from .engines.transformers.experts import CHOICES, Choice
 from .errors import BudgetError, IntegrationError, OptionError, PlanError, PolicyError
-from .mapping import TextSource, ensure, missing
-from .plan import Plan
+from .mapping import TextSource, ensure
+from .plan import Lookup, Plan
 from .plan.hub import load_plan
 from .policies import AUTO, Policy, policy_for
 from .progress import told
@@ -64,18 +64,27 @@ class ACE:
                 f"ACE takes a plan that is loaded, not {type(plan).__name__}: `ACE.load` reads one from a file or the hub, "
                 "`ACE.from_pretrained` makes one of a model."
             )
-        self.plan, self.workload, self.allow_other_weights = plan, workload, allow_other_weights
-        self.dispatch = dispatch
         self.policy = policy_for(plan, policy, preset, workload, **settings)
         check_tables(plan, self.policy)
+        self.workload, self.allow_other_weights, self.dispatch = workload, allow_other_weights, dispatch
+        self.top_k = plan.top_k  # slots a token has in each layer (the fewest, where layers differ)
+        self._use(plan)
         self.control = check_control(control, self.policy)
         self.text = text
         self.deciders = Deciders(plan, self.policy, BUDGETS, restore=restore, reads=reads)
         self.attachment: Attachment | None = None
+        self._made_of: tuple[Callable[[], object], list[Site]] = (
+            _nothing,
+            [],
+        )  # the model a plan was made of, if it is here
         self._watch: Callable[[], AbstractContextManager[None]] = nullcontext
         self._sequence_budgets: list[Budget] = []
         self.budget: Budget | None = NONE  # None where a threshold was set
+        self._waits = False  # whether the budget has to be mapped when a model is attached
         self.set_skip(skip)
+
+    def _use(self, plan: Plan) -> None:
+        self.plan, self.lookup = plan, Lookup(plan, self.policy.settings, self.workload)
 
     @classmethod
     def load(cls, path: str | Path, skip: BudgetLike = 0.0, **options: Any) -> ACE:
@@ -104,8 +113,11 @@ class ACE:
         content = None if text is None else Text.of(text)
         name = model.config._name_or_path if isinstance(model, PreTrainedModel) else model
         source = TextSource(name, content, window, tokens, tokenizer)
-        ace = cls(build_plan(model), skip, text=source, **options)
+        moe = MoEModel.of(model) if isinstance(model, PreTrainedModel) else MoEModel.open(model)
+        ace = cls(build_plan(moe), skip, text=source, **options)
         ace._watch = told(progress)
+        if isinstance(model, PreTrainedModel):
+            ace._made_of = ref(model), moe.sites
         return ace
 
     def __getstate__(self) -> dict[str, Any]:
@@ -113,17 +125,18 @@ class ACE:
         deciders = Deciders(self.plan, self.policy, BUDGETS, reads=self.deciders.votes)
         deciders.state.set(self.deciders.state.tau, self.deciders.state.target)
         deciders.state.restore(self.deciders.state.restores)
-        return {**vars(self), "deciders": deciders, "attachment": None, "_watch": nullcontext}
+        return {
+            **vars(self),
+            "deciders": deciders,
+            "attachment": None,
+            "_watch": nullcontext,
+            "_made_of": (_nothing, []),
+        }
 
     def __repr__(self) -> str:
         budget = f"threshold {self.thresholds[1]:.4g}" if self.budget is None else f"skip={self.skip}"
         state = f"attached, {self.realised:.1%} skipped" if self.attachment is not None else "not attached"
         return f"ACE({self.plan.model or 'model'}: policy={self.policy.key!r}, {budget}, gain={self.policy.gain!r}, {state})"
-
-    @property
-    def top_k(self) -> int:
-        """Slots a token has in each layer (the fewest, where layers differ)."""
-        return self.plan.top_k
 
     # ---- budget -------------------------------------------------------------------------------------------------
 
@@ -143,25 +156,23 @@ class ACE:
         A budget that has to be mapped first waits for a model to be attached.
         """
         budget = Budget.parse(skip).check(self.top_k, self.policy.min_active)
-        if not self._waits(budget):
-            self._set(thresholds_for(self.plan, self.policy, budget, self.workload, self.control))
+        try:
+            tau, targets = thresholds_for(self.lookup, budget, self.control)
+        except BudgetError:
+            self._waits = self.text is not None and self.attachment is None
+            if not self._waits:
+                raise
+        else:
+            self._waits = False
+            self.deciders.set(tau, targets=targets)
             self.deciders.reset()
         self.budget = budget
-
-    def _waits(self, budget: Budget) -> bool:
-        """Whether its thresholds can only be had with a model."""
-        if self.attachment is not None or self.text is None or self.control == "track":
-            return False
-        return bool(missing(self.plan, self.policy, budget.values, self.workload))
-
-    def _set(self, thresholds: Thresholds, number: int = 0) -> None:
-        self.deciders.set(thresholds.tau, number, thresholds.targets)
 
     def set_threshold(self, threshold: float | Tensor) -> None:
         """τ itself, for all phases or as [prefill, decode] or [prefill, decode, verify]."""
         self.deciders.set(check_threshold(threshold))
         self.deciders.reset()
-        self.budget = None
+        self.budget, self._waits = None, False
 
     @contextmanager
     def budgets(self, wishes: Sequence[BudgetLike]) -> Iterator[None]:
@@ -189,9 +200,9 @@ class ACE:
                 raise BudgetError(
                     f"There is room for {BUDGETS - 1} different budgets of sequences; reset() makes room."
                 )
-            thresholds = thresholds_for(self.plan, self.policy, budget, self.workload, self.control)
-            self._set(thresholds, len(self._sequence_budgets) + 1)
+            tau, targets = thresholds_for(self.lookup, budget, self.control)
             self._sequence_budgets.append(budget)
+            self.deciders.set(tau, len(self._sequence_budgets), targets)
         return self._sequence_budgets.index(budget) + 1
 
     def freeze(self) -> Tensor:
@@ -220,26 +231,29 @@ class ACE:
             raise IntegrationError("This plan is attached to a model already. Call `ace.detach()` first.")
         inner = base_of(model)
         with CHANGING, self._watch():  # no other thread puts parts in or takes them out while the model is looked at
-            moe = MoEModel.of(inner)
-            self.plan = self.plan.check_model(moe.fingerprint(), self.allow_other_weights)
-            self.plan = add_tables(self.plan, self.policy.tables, moe)
+            model_of, sites = self._made_of
+            if model_of() is not inner:  # else the plan was made of this very model
+                moe = MoEModel.of(inner)
+                self._use(self.plan.check_model(moe.fingerprint(), self.allow_other_weights))
+                sites = moe.sites
+            self._use(add_tables(self.plan, self.policy.tables, inner))
         self.deciders.begin(self.plan)
-        self.attachment = Attachment(inner, self.deciders, moe.sites, self.dispatch)
-        if self.budget is not None and self.text is not None:
+        self.attachment = Attachment(inner, self.deciders, sites, self.dispatch)
+        if self._waits:
             try:
-                self._map(inner, self.budget)
+                self._map(inner)
             except BaseException:
                 self.detach()
                 raise
         return self
 
-    def _map(self, model: PreTrainedModel, budget: Budget) -> None:
+    def _map(self, model: PreTrainedModel) -> None:
         """Map the budget that waited for a model."""
-        assert self.text is not None
-        if missing(self.plan, self.policy, budget.values, self.workload) and self.control == "fixed":
-            with self._watch():
-                self.plan = ensure(model, self.plan, self.policy, budget.values, self.text, deciders=self.deciders)
-            self.set_skip(budget)
+        assert self.text is not None and self.budget is not None
+        with self._watch():
+            budgets = self.budget.values
+            self._use(ensure(model, self.plan, self.policy, budgets, self.text, deciders=self.deciders))
+        self.set_skip(self.budget)
 
     def detach(self) -> None:
         """Leave the model as it was; the counters stay readable."""
@@ -262,6 +276,10 @@ class ACE:
         """Set all counters to zero, and forget the budgets of sequences."""
         self._sequence_budgets = []
         self.deciders.reset()
+
+
+def _nothing() -> None:
+    """Stand in for a weak reference where a plan was not made of a model in memory."""
 
 
 def detach(model: PreTrainedModel) -> None:

@@ -9,31 +9,17 @@ that count the same slots move alike to the last bit. A class without tokens in 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-from ..errors import IntegrationError, OptionError, PolicyError
+from ..errors import IntegrationError
 from ..kernels import usable
-from ..policies import Policy, TokenPolicy
 from .decider import Decider
 from .state import State
 
-Control = Literal["fixed", "track"]
-CONTROLS: tuple[Control, ...] = ("fixed", "track")
 RATE = 0.2
 LOWEST, HIGHEST = 1e-5, 4.0  # of τ; no contribution reaches the highest
-
-
-def check_control(control: object, policy: Policy) -> Control:
-    if control not in CONTROLS:
-        raise OptionError(f"control is one of {', '.join(CONTROLS)}, not {control!r}.")
-    if control == "track" and not isinstance(policy, TokenPolicy):
-        raise PolicyError(
-            f"Thresholds move by themselves for policies that decide token by token; {policy.key!r} does not."
-        )
-    return control
 
 
 class Controller:

@@ -6,7 +6,7 @@ generated, or drafted and not yet accepted), never the width of the pass that co
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -28,22 +28,6 @@ def rows_for(budgets: int) -> int:
 
 # slots of a prompt's tokens stay skipped: there nearly every expert is read, and restoring would undo the budget
 RESTORED = frozenset(row for row in range(1, 128) if PHASES[(row - 1) % len(PHASES)] != "prefill")
-
-
-class Budget(NamedTuple):
-    """What one request or sequence asks for, in hundredths, so that many share a row."""
-
-    prefill: float
-    decode: float
-
-    @property
-    def skip(self) -> float | dict[str, float]:
-        """As one asks for it: one number, or one for each phase."""
-        return self.decode if self.prefill == self.decode else self._asdict()
-
-    def __str__(self) -> str:
-        same = self.prefill == self.decode
-        return f"{self.decode:.2f}" if same else f"{self.prefill:.2f}/{self.decode:.2f}"
 
 
 class Tokens(Protocol):

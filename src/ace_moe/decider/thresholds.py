@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..budget import PHASES, Budget
-from ..errors import BudgetError
-from ..plan import Answer, Plan
-from ..policies import Policy
-from .controller import Control
+from ..errors import BudgetError, OptionError, PolicyError
+from ..plan import Answer, Lookup
+from ..policies import Policy, TokenPolicy
 from .state import UNCONTROLLED
 
+Control = Literal["fixed", "track"]
+CONTROLS: tuple[Control, ...] = ("fixed", "track")
 APART = "budgets differ by phase, and thresholds were measured with one for all: realised ratios may differ"
 HOST: Any = {"dtype": torch.float32, "device": "cpu"}  # an engine may build its layers under other defaults
 
@@ -27,42 +28,48 @@ class Thresholds(NamedTuple):
     targets: Tensor | None = None
 
 
-def thresholds_for(
-    plan: Plan, policy: Policy, budget: Budget, workload: str | None = None, control: Control = "fixed"
-) -> Thresholds:
+def thresholds_for(lookup: Lookup, budget: Budget, control: Control = "fixed") -> Thresholds:
     """Look a checked budget up. Under `control="track"` a plan without thresholds will do: τ finds its place by itself."""
     if control == "track":
-        targets = [value if value > 0 else UNCONTROLLED for value in budget.by_phase.values()]
-        return Thresholds(_start(plan, policy, budget, workload), torch.tensor(targets, **HOST))
-    answers = lookup_phases(plan, policy, budget, workload)
+        targets = torch.tensor([value if value > 0 else UNCONTROLLED for value in budget], **HOST)
+        return Thresholds(_start(lookup, budget), targets)
+    answers = by_phase(lookup, budget)
     for notice in dict.fromkeys(answer.notice for answer in answers if answer.notice):
         warnings.warn(notice, stacklevel=3)
     return Thresholds(torch.tensor([answer.threshold for answer in answers], **HOST))
 
 
-def lookup_phases(plan: Plan, policy: Policy, budget: Budget, workload: str | None = None) -> list[Answer]:
-    """What the plan says of the budget of each phase; no model runs.
+def by_phase(lookup: Lookup, budget: Budget) -> list[Answer]:
+    """What the plan says of prefill, decode and verify; no model runs.
 
     A threshold is measured with one budget for all phases: where they differ, it counts as not corrected.
     """
     if budget.uniform:
-        return [plan.lookup(policy.settings, budget.decode, "both", workload)] * len(PHASES)
-    phases = ["decode" if p == "verify" and budget.verify == budget.decode else p for p in PHASES]
-    answers = [plan.lookup(policy.settings, budget.by_phase[p], p, workload) for p in phases]
+        return [lookup.at(budget.decode)] * len(PHASES)
+    prefill, decode = lookup.at(budget.prefill, "prefill"), lookup.at(budget.decode, "decode")
+    verify = decode if budget.verify == budget.decode else lookup.at(budget.verify, "verify")
     return [
-        a if a.expected == 0 else replace(a, how="uncorrected", error=None, notice=a.notice or APART) for a in answers
+        a if a.expected == 0 else replace(a, how="uncorrected", error=None, notice=a.notice or APART)
+        for a in (prefill, decode, verify)
     ]
 
 
-def _start(plan: Plan, policy: Policy, budget: Budget, workload: str | None) -> Tensor:
+def _start(lookup: Lookup, budget: Budget) -> Tensor:
     """Where τ starts to move, [3]: it matters for a few tokens only, so notices are not shown."""
     try:
-        answers = lookup_phases(plan, policy, budget, workload)
-        return torch.tensor([answer.threshold for answer in answers], **HOST)
+        return torch.tensor([answer.threshold for answer in by_phase(lookup, budget)], **HOST)
     except BudgetError:
-        return torch.tensor(
-            [value / plan.top_k for value in budget.by_phase.values()], **HOST
-        )  # flat gates share 1 / k
+        return torch.tensor([value / lookup.plan.top_k for value in budget], **HOST)  # flat gates have shares of 1 / k
+
+
+def check_control(control: object, policy: Policy) -> Control:
+    if control not in CONTROLS:
+        raise OptionError(f"control is one of {', '.join(CONTROLS)}, not {control!r}.")
+    if control == "track" and not isinstance(policy, TokenPolicy):
+        raise PolicyError(
+            f"Thresholds move by themselves for policies that decide token by token; {policy.key!r} does not."
+        )
+    return control
 
 
 def check_threshold(threshold: object) -> Tensor:

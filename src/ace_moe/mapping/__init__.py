@@ -1,11 +1,9 @@
 """From a model and a text to thresholds in a plan."""
 
 from .bounds import least_reading, most_within
-from .ensure import ensure, missing
 from .fit import Fit, Histogram
-from .own_text import own_windows
-from .recipe import Mapped, Passes, fit_budgets, map_budgets
-from .text_source import TextSource, windows_by_text
+from .recipe import Mapped, Passes, ensure, fit_budgets, map_budgets, missing
+from .texts import TextSource, own_windows, windows_by_text
 
 __all__ = [
     "Fit", "Histogram", "Mapped", "Passes", "TextSource", "ensure", "fit_budgets", "least_reading", "map_budgets", "missing",

@@ -1,12 +1,12 @@
-"""The one recipe for mapping budgets: tables that lack → one dense pass → corrections or search → entries.
+"""Make what is missing: tables that a policy reads → one dense pass → corrections or search → thresholds.
 
-Everyone who maps calls it: `ACE`, `ace budget`, `ace serve --text`, the demo, comparisons.
+The one home of it: `ACE`, `ace plan`, `ace run`, `ace serve`, the demo and comparisons call `ensure` or `map_budgets`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -16,15 +16,15 @@ from .. import progress
 from ..budget import check_budget
 from ..decider import Deciders
 from ..errors import BudgetError
-from ..plan import Plan, Threshold
+from ..plan import Lookup, Plan, Threshold
 from ..policies import PRESETS, Policy
 from ..scoring.predictions import predicts
 from ..tables.build import add_tables
 from ..text import Windows
 from . import fit as mapping
-from .curves import curve_of
-from .fit import Dense, Fit
+from .fit import Dense, Fit, curve_of
 from .passes import Passes, Run, attached, judge, read_through
+from .texts import TextSource
 from .unfinished import Partial
 
 COARSE = 5e-3  # a quantile further than this from its budget lies on a step
@@ -32,6 +32,50 @@ SEARCHED = 2e-3  # how close a search comes to a budget before it ends
 MOST_STEPS = 10
 MOST_CORRECTIONS = 6
 Save = Callable[[Plan], object]
+
+
+def missing(
+    plan: Plan, policy: Policy, budgets: Iterable[float], workload: str | None = None, sha256: str | None = None
+) -> list[float]:
+    """The budgets above 0 that the plan has no threshold for: any at all, or one measured on the text with this hash."""
+
+    lookup = Lookup(plan, policy.settings, workload)
+
+    def known(budget: float) -> bool:
+        if sha256 is not None:
+            entries = [t for t in plan.thresholds if t.workload.sha256 == sha256 and t.fits(policy.settings)]
+            return any(abs(t.budget - budget) < 1e-9 for t in entries)
+        with suppress(BudgetError):
+            lookup.at(budget)
+            return True
+        return False
+
+    return [budget for budget in sorted(set(budgets) - {0.0}) if not known(budget)]
+
+
+def ensure(
+    model: PreTrainedModel,
+    plan: Plan,
+    policy: Policy,
+    budgets: Iterable[float],
+    text: TextSource,
+    *,
+    workload: str | None = None,
+    deciders: Deciders | None = None,
+    save: Save = lambda plan: None,
+) -> Plan:
+    """The plan with everything this policy needs to run at these budgets; nothing is done twice.
+
+    `deciders`: of a plan that is attached to the model already, else one is attached for the passes. `save` gets the plan after
+    each threshold, so that stopped work goes on.
+    """
+    todo = missing(plan, policy, budgets, workload, text.sha256())
+    if todo:
+        return map_budgets(model, plan, policy, text.windows(model), todo, deciders=deciders, save=save).plan
+    if plan.lacks(policy.tables):
+        plan = add_tables(plan, policy.tables, model)
+        save(plan)
+    return plan
 
 
 # ---- mapping ------------------------------------------------------------------------------------------------------------

@@ -159,7 +159,10 @@ def _fields(handle: safe_open, sealed: bool) -> dict[str, Any]:
         if foreign := set(layers) - set(fingerprint.structure):
             raise ValueError(f"guarded: {name} names layer {min(foreign)!r:.40}, which the model does not have")
     default = ace.get("default_workload")
-    if default is not None and default not in {*(t.workload.sha256 for t in thresholds), *(c.workload.sha256 for c in curves)}:
+    if default is not None and default not in {
+        *(t.workload.sha256 for t in thresholds),
+        *(c.workload.sha256 for c in curves),
+    }:
         raise ValueError(f"default_workload {default!r:.40} is not the hash of one of the plan's texts")
     return {
         **{"tables": tables, "fingerprint": fingerprint, "model": ace["model"], "undefined": ace["undefined"]},

@@ -9,8 +9,8 @@
 token of a pass is; `generation` says where a prompt ends.
 """
 
-from .attachment import Attachment
+from .attachment import Attachment, attached_to, attachments_in
 from .experts import on_gpu
-from .models import attached_to, attachments_in, base_of
+from .modules import base_of
 
 __all__ = ["Attachment", "attached_to", "attachments_in", "base_of", "on_gpu"]

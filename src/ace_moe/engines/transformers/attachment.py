@@ -27,7 +27,7 @@ from ...errors import IntegrationError
 from ...kernels import usable
 from .experts import CHILD, IMPLEMENTATION, UNRULED, Choice, choose_executor
 from .generation import GenerateHook, listen
-from .modules import device_of, leaves_sentinels_out, refuse_adapters, ruled, stack_of
+from .modules import base_of, device_of, leaves_sentinels_out, refuse_adapters, ruled, stack_of
 from .passes import Pass
 
 MINE, PASS = "_ace_attachment", "_ace_pass"  # on the model, and on each of its stacks
@@ -266,3 +266,19 @@ def _end(module: nn.Module, *_: Any) -> None:
 
 def _parameters(module: nn.Module) -> Mapping[str, Any]:
     return inspect.signature(module.forward).parameters
+
+
+# ---- whose plan is it -----------------------------------------------------------------------------------------------
+
+
+def attached_to(model: nn.Module) -> Attachment | None:
+    """The attachment a model has."""
+    return getattr(model, MINE, None)
+
+
+def attachments_in(model: Any) -> list[Attachment]:
+    """Those whose parts are in a model: attached to itself, to what it is a part of, to a part of it, or inside a wrapper."""
+    if not isinstance(model, nn.Module):
+        base_of(model)  # says what a model is
+    held = (vars(m).get(HOLDER) for m in model.modules() if isinstance(m, Decider))
+    return list(dict.fromkeys(a for a in held if a is not None))

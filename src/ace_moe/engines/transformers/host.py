@@ -18,8 +18,8 @@ from ...checkpoint.structure import is_registered
 from ...decider.decider import Observer
 from ...errors import IntegrationError, OptionError
 from ...policies import Routing
+from .attachment import attached_to
 from .experts import CHILD, HOST, Hosted, layout_of
-from .models import attached_to
 
 PAGE = 4096
 

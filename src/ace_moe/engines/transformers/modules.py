@@ -1,4 +1,4 @@
-"""What is asked of a model's own modules before a plan touches them, and a router that the rule stands behind."""
+"""What is asked of a model and its modules before a plan touches them, and a router that the rule stands behind."""
 
 from __future__ import annotations
 
@@ -8,10 +8,37 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from ...checkpoint import Site
 from ...errors import IntegrationError
 from .experts import CHILD, HOST
+
+
+def base_of(model: Any) -> PreTrainedModel:
+    """The transformers model inside what a user hands over, or an error that says what to do."""
+    if isinstance(model, torch._dynamo.OptimizedModule) or getattr(model, "_compiled_call_impl", None) is not None:
+        raise IntegrationError(
+            "This model is compiled already, and its code would not see a plan. Attach first, then compile."
+        )
+    if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+        raise IntegrationError(
+            f"Attach the plan to the model inside {type(model).__name__} (`model.module`), one per process."
+        )
+    if hasattr(model, "peft_config") and hasattr(model, "get_base_model"):
+        model = model.get_base_model()
+    if not isinstance(model, PreTrainedModel):
+        raise IntegrationError(
+            f"A plan is attached to a loaded transformers model, not to {type(model).__name__}. Load it first, for example "
+            "with AutoModelForCausalLM.from_pretrained."
+        )
+    part = next((name for name, m in model.named_modules() if isinstance(m, torch._dynamo.OptimizedModule)), None)
+    if part is not None:
+        raise IntegrationError(
+            f"{part} is compiled already, and its weights go by other names. Attach first, then compile, or compile it in place "
+            "(`.compile()`)."
+        )
+    return model
 
 
 @cache
