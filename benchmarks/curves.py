@@ -50,7 +50,7 @@ def executed(model: PreTrainedModel, plan: Plan, policy: Policy, windows: Window
     with attached(model, plan, policy) as runtime:
         passes = Passes(runtime, model, windows, batch)
         for budget in budgets(limit):
-            found = plan.answer(policy.settings, budget)
+            found = plan.lookup(policy.settings, budget)
             realised = passes(found.threshold).ratio(found.threshold)
             within = abs(realised - budget) <= bar(budget, found.error or 0.0)
             row = {"budget": budget, "how": found.how, "stated": found.error}
@@ -66,7 +66,7 @@ def carried(model: PreTrainedModel, plan: Plan, policy: Policy, windows: Windows
         passes = Passes(runtime, model, windows, batch)
 
         def miss(budget: float) -> float:
-            tau = plan.answer(policy.settings, budget).threshold
+            tau = plan.lookup(policy.settings, budget).threshold
             return passes(tau).ratio(tau) - budget
 
         mapped = {budget: miss(budget) for budget in MAPPED}

@@ -32,7 +32,7 @@ PASS = ("--tokens", 1024, "--window", 256)  # a text pass of a fraction of a sec
 def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """`ace tables`, then `ace budget` for 30 % and 50 %. Tests that write take a copy."""
     path = tmp_path_factory.mktemp("plan") / "plan.safetensors"
-    assert run_ace("tables", MODEL, "-o", path).code == 0
+    assert run_ace("plan", MODEL, "--tables", "-o", path).code == 0
     options = ("--budgets", "0.3,0.5", "--policy", "ace")  # what comes after takes the policy from the plan
     assert run_ace("budget", MODEL, "-p", path, "--text", TEXT, *PASS, *options).code == 0
     return path
@@ -53,14 +53,14 @@ def prompt(words: int = 120) -> str:
 def test_what_comes_next_can_be_typed(tmp_path: Path) -> None:
     """A file's name with a space in it, and letters of another script."""
     path = tmp_path / "mein plän 文.safetensors"
-    told = " ".join(run_ace("tables", "demo", "-o", path).out.split())
+    told = " ".join(run_ace("plan", "demo", "--tables", "-o", path).out.split())
     assert shlex.split(told.partition("Next: ")[2])[:5] == ["ace", "budget", "demo", "--plan", str(path)]
 
 
 def test_tables_json(tmp_path: Path) -> None:
     """The numbers a script needs, and a plan that loads and has no thresholds yet."""
     path = tmp_path / "plan.safetensors"
-    made = run_ace("tables", MODEL, "-o", path, "--json").json
+    made = run_ace("plan", MODEL, "--tables", "-o", path, "--json").json
     assert made["plan"] == str(path)
     assert made["layers"] == 6
     assert made["undefined"] == {}
@@ -234,7 +234,7 @@ def test_the_table_of_budgets_fits_a_terminal(plan: Path) -> None:
 
 
 def test_inspect_plan_without_thresholds_says_what_is_next(tmp_path: Path) -> None:
-    made = run_ace("tables", "demo", "-o", tmp_path / "new.safetensors")
+    made = run_ace("plan", "demo", "--tables", "-o", tmp_path / "new.safetensors")
     assert "Next: ace budget demo --plan" in made.out
     assert "`ace budget`" in run_ace("inspect", tmp_path / "new.safetensors").out
 
@@ -244,7 +244,7 @@ def test_names_with_brackets_are_printed_as_they_are(plan: Path, tmp_path: Path)
     (tmp_path / "model [red]").symlink_to(MODEL)
     path, text = tmp_path / "plan [b].safetensors", tmp_path / "text [i].txt"
     shutil.copy(TEXT, text)
-    made = run_ace("tables", tmp_path / "model [red]", "-o", path)
+    made = run_ace("plan", tmp_path / "model [red]", "--tables", "-o", path)
     assert made.code == 0, made.err
     assert "plan [b].safetensors" in made.out.replace("\n", "")
     mapped = run_ace("budget", MODEL, "-p", path, "--text", text, *PASS, "--budgets", "0.3", "--no-correct")

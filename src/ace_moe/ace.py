@@ -25,9 +25,9 @@ from .engines.transformers.models import attachments_in
 from .errors import BudgetError, IntegrationError, OptionError, PlanError, PolicyError
 from .mapping import map_budgets, text_for
 from .plan import Plan
+from .plan.hub import load_plan
 from .policies import AUTO, Policy
 from .progress import told
-from .plan.hub import load_plan
 from .tables import TABLES
 from .tables.build import add_tables, build_plan
 from .text import Text, Windows

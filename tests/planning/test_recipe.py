@@ -180,7 +180,7 @@ def test_a_pass_for_budgets_predicts_nothing(
 def test_the_command_goes_on(tmp_path: Path, counted: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C in `ace budget`, then the same command: what was found is kept."""
     path = tmp_path / "plan.safetensors"
-    assert run_ace("tables", MODEL, "-o", path).code == 0
+    assert run_ace("plan", MODEL, "--tables", "-o", path).code == 0
     command = ("budget", MODEL, "-p", path, "--text", TEXT, *PASS, "--budgets", "0.3,0.5")
     stock, seen = plan.update, []
 

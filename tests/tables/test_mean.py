@@ -13,7 +13,7 @@ from ace_moe.engines.vllm.settings import check_policy
 from ace_moe.errors import IntegrationError, PolicyError
 from ace_moe.plan import Plan
 from ace_moe.policies import make
-from ace_moe.tables import mean
+from ace_moe.tables import PAPER, mean
 
 MEAN = {"policy": "share", "compensate": "mean"}
 
@@ -65,7 +65,7 @@ def model():
 
 
 def outputs(model, tau, dispatch="torch", tokens=5, **options):
-    ace = ACE(build_plan(model), dispatch=dispatch, **options)
+    ace = ACE(build_plan(model, PAPER), dispatch=dispatch, **options)
     with ace(model), torch.no_grad():
         ace.set_threshold(tau)
         return model(**zoo.inputs(batch=1, tokens=tokens)).logits
@@ -96,7 +96,7 @@ def test_the_sum_slot_by_slot():
 
 
 def test_a_plan_keeps_the_table(model, tmp_path):
-    plan = build_plan(model)
+    plan = build_plan(model, PAPER)
     ace = ACE(plan, **MEAN)
     with ace(model):
         pass
@@ -107,7 +107,7 @@ def test_a_plan_keeps_the_table(model, tmp_path):
 def test_refused_where_nothing_can_stand_in(model):
     """vLLM, and ranks that would each add it."""
     vars(model)["_tp_size"] = 2
-    with pytest.raises(IntegrationError, match="tensor-parallel"), ACE(build_plan(model), **MEAN)(model):
+    with pytest.raises(IntegrationError, match="tensor-parallel"), ACE(build_plan(model, PAPER), **MEAN)(model):
         pass
     vars(model).pop("_tp_size")
     with pytest.raises(PolicyError, match="cannot be served"):

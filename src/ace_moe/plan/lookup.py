@@ -106,7 +106,9 @@ def _from_curve(curve: Curve, measured: Sequence[Threshold], budget: float) -> A
     if abs(expected - budget) > STEP:
         notice = f"ratios come in steps here: {expected:.1%} is the nearest to {budget:.1%}"
     elif error is None:
-        notice = f"τ for {budget:.1%} is read off the unskipped model's curve, not corrected: expect a point more or less"
+        notice = (
+            f"τ for {budget:.1%} is read off the unskipped model's curve, not corrected: expect a point more or less"
+        )
     else:
         notice = f"τ for {budget:.1%} is between measured budgets; expect {budget:.1%} within {100 * error:.2f} points"
     return Answer(tau, how, expected, error, curve.workload, notice)

@@ -15,8 +15,8 @@ from ...decider.settings import Skip, check_tables, policy_for
 from ...decider.tracking import Control, look_up
 from ...errors import IntegrationError, OptionError, PolicyError, brief
 from ...plan import Plan
-from ...policies import AUTO, Policy, choose
 from ...plan.hub import load_plan
+from ...policies import AUTO, Policy, choose
 from ...tables import TABLES
 from ...tables.build import add_tables, automatic_plan
 from . import KEY
