@@ -129,7 +129,7 @@ def test_a_policy_that_is_nearly_right(demo_plan: Plan, tmp_path: Path) -> None:
 @pytest.mark.long
 def test_progress_goes_to_stderr(tmp_path: Path) -> None:
     """As a process, with bars forced on: stdout is JSON alone, the bar is on stderr."""
-    ran = start_ace("tables", MODEL, "-o", tmp_path / "plan.safetensors", "--json", env={"FORCE_COLOR": "1"})
+    ran = start_ace("plan", MODEL, "--tables", "-o", tmp_path / "plan.safetensors", "--json", env={"FORCE_COLOR": "1"})
     assert ran.json["layers"] == 6
     assert "layers" in ran.err
     assert "6/6" in ran.err

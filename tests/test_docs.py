@@ -32,7 +32,7 @@ NOT_RUN = {
     r"^ace serve (?!.*--dry-run)": "becomes vLLM's server",
     r"^ace bench": "times a model; tests/bench runs it",
     r"^ace (lm-eval|eval)": "needs lm-eval or EvalScope; tests/evaluate runs them where they are",
-    r"^ace plans|--push": "a hub; tests/sharing has one",
+    r"^ace plans|--push": "a hub; tests/plan has one",
     r"^ace demo": "a minute; `make demo` runs it",
     r"^ace chat": "a conversation; tests/test_cli.py has one",
     r"--workers|--layers|--stream|--expand|--device-map": "several machines, quantised files or accelerate; tests/checkpoint",

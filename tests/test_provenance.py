@@ -82,8 +82,8 @@ def test_versions_that_differ_are_named() -> None:
 def test_plans_say_which_commands_made_them(tmp_path: Path) -> None:
     """One record a command that changed something; a command that found everything there adds none."""
     path = tmp_path / "plan.safetensors"
-    assert run_ace("tables", MODEL, "-o", path).code == 0
-    budget = ("budget", MODEL, "-p", path, "--text", TEXT, "--tokens", 512, "--window", 256, "--budgets", 0.5)
+    assert run_ace("plan", MODEL, "--tables", "-o", path).code == 0
+    budget = ("plan", MODEL, "-p", path, "--text", TEXT, "--tokens", 512, "--window", 256, "--budgets", 0.5)
     for _ in range(2):
         assert run_ace(*budget, "--no-fidelity", "--no-correct").code == 0
     made = Plan.load(path).made

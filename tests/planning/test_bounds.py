@@ -21,7 +21,7 @@ def test_the_bound_on_kl_is_kept_and_used(demo_model, demo_plan, windows):
     policy, bound = make("share"), 0.1
     found, plan = most_within(demo_model, demo_plan, policy, windows, bound)
     assert 0.05 <= found < 0.875
-    taus = [plan.answer(policy.settings, b).threshold for b in (found, found + 0.01)]
+    taus = [plan.lookup(policy.settings, b).threshold for b in (found, found + 0.01)]
     within, beyond = (f["kl"]["value"] for f in judge(demo_model, plan, policy, windows, taus))
     assert within <= bound < beyond
 

@@ -166,5 +166,5 @@ def test_a_second_run_starts_from_the_curve(
 def test_searched_policies_keep_points(demo_model: PreTrainedModel, demo_plan: Plan, demo_windows: Windows) -> None:
     policy = make("oea", refill=False, group=16)
     plan = map_budgets(demo_model, demo_plan, policy, windows_of(demo_windows.ids[:1, :64], "one"), [0.3]).plan
-    assert plan.curves == () and plan.answer(policy.settings, 0.3).how == "measured"
-    assert "interpolated" in (plan.answer(policy.settings, 0.2).notice or "")
+    assert plan.curves == () and plan.lookup(policy.settings, 0.3).how == "measured"
+    assert "interpolated" in (plan.lookup(policy.settings, 0.2).notice or "")

@@ -145,7 +145,7 @@ def test_from_pretrained_alone(demo_model: PreTrainedModel, shorter: None) -> No
 
 def test_the_command_without_a_text(demo_plan: Plan, tmp_path: Path, shorter: None) -> None:
     path = replace(demo_plan).save(tmp_path / "plan.safetensors")
-    done = run_ace("budget", MODEL, "-p", path, "--budgets", "0.3,0.5", "--no-fidelity", "--policy", "share")
+    done = run_ace("plan", MODEL, "-p", path, "--budgets", "0.3,0.5", "--no-fidelity", "--policy", "share")
     assert done.code == 0, done.err
     made = Plan.load(path).thresholds
     assert [t.budget for t in made] == [0.3, 0.5] and {t.workload.name for t in made} == {NAME}

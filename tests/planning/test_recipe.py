@@ -184,8 +184,8 @@ def test_a_pass_for_budgets_predicts_nothing(
 def test_the_command_goes_on(tmp_path: Path, counted: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C in `ace budget`, then the same command: what was found is kept."""
     path = tmp_path / "plan.safetensors"
-    assert run_ace("tables", MODEL, "-o", path).code == 0
-    command = ("budget", MODEL, "-p", path, "--text", TEXT, *PASS, "--budgets", "0.3,0.5")
+    assert run_ace("plan", MODEL, "--tables", "-o", path).code == 0
+    command = ("plan", MODEL, "-p", path, "--text", TEXT, *PASS, "--budgets", "0.3,0.5")
     stock, seen = plan.update, []
 
     def stopped(where: Path, had: Plan, made: Plan) -> Plan:

@@ -13,7 +13,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from ace_moe.decider.settings import policy_for
+from ace_moe.policies import policy_for
 from hypothesis import given
 from hypothesis import strategies as st
 

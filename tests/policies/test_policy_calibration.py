@@ -64,7 +64,7 @@ def test_a_damaged_calibration_is_refused(ready_plan, tmp_path, name, values):
     with safe_open(path, "pt") as file:
         metadata, tensors = file.metadata(), {n: file.get_tensor(n) for n in file.keys()}  # noqa: SIM118
     save_file({**tensors, f"layers.3.{name}": values}, path, metadata)
-    with pytest.raises(PlanError, match=f"layers.3.{name}.*ace tables"):
+    with pytest.raises(PlanError, match=f"layers.3.{name}.*ace plan"):
         Plan.load(path)
     tensors.pop(f"layers.3.{name}")
     save_file(tensors, path, metadata)
@@ -74,7 +74,7 @@ def test_a_damaged_calibration_is_refused(ready_plan, tmp_path, name, values):
 
 def test_what_is_missing_is_named(demo_model, demo_plan, few_windows):
     """Before any work: the table, and what makes it."""
-    with pytest.raises(PlanError, match=r"needs the table modes_alpha.*ace budget MODEL .*--policy modes` makes it"):
+    with pytest.raises(PlanError, match=r"needs the table modes_alpha.*ace plan MODEL .*--policy modes` makes it"):
         ACE(demo_plan, policy="modes")
     with pytest.raises(TextError, match="got none"):
         prepare(demo_plan, make("modes"), demo_model, None)
@@ -106,12 +106,12 @@ def test_a_calibrated_policy_in_python(demo_model, demo_plan, few_windows):
 
 
 def test_budget_command_prepares(tmp_path):
-    """`ace budget` writes what the policy needs into the plan; then `ace run` has it."""
+    """`ace plan` writes what the policy needs into the plan; then `ace run` has it."""
     path = tmp_path / "plan.safetensors"
     build_plan(MODEL).save(path)
     small = ("--text", TEXT, "--tokens", 256, "--window", 128, "--budgets", 0.5, "--no-correct", "--json")
     for policy, needed in (("naee", "naee_median"), ("rcr:centred=false", "rcr_uncentred")):
-        ran = run_ace("budget", MODEL, "--plan", path, "--policy", policy, *small)
+        ran = run_ace("plan", MODEL, "--plan", path, "--policy", policy, *small)
         assert ran.code == 0, ran.err
         assert not Plan.load(path).lacks([needed])
         again = run_ace(

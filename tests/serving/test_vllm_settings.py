@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ace_moe.sharing.hub import FILE
 
 from ace_moe.demo import MODEL
 from ace_moe.engines.vllm import engine_args
@@ -14,7 +15,6 @@ from ace_moe.engines.vllm.settings import EVERY, Settings, check_policy
 from ace_moe.errors import OptionError, PlanError, PolicyError
 from ace_moe.plan import Plan, Routers, Threshold, Workload
 from ace_moe.policies import make
-from ace_moe.sharing.hub import FILE
 
 
 def test_engine_args() -> None:

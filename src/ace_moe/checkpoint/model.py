@@ -9,19 +9,18 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import constants, snapshot_download
-from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
-from ..errors import AceError, CheckpointError, brief
+from ..errors import CheckpointError, brief
 from ..files import expand, irregular
-from ..plan import Fingerprint, Routers
+from ..plan import Fingerprint
 from . import identity
 from .identity import Source
 from .layers import assemble
 from .memory import ModelSource
-from .records import MoELayer, Site
+from .records import MoELayer
 from .source import CheckpointSource
-from .structure import find_sites, hollow_twin, is_registered
+from .structure import Site, find_sites, hollow_twin
 
 NO_WEIGHTS = 2.0  # codes of four bits have an rms of about 3, of eight bits 30 and more; trained experts 0.01 to 0.5
 LOADED = {  # what transformers makes right numbers of, by quant_method
@@ -73,18 +72,6 @@ def load_config(folder: Path) -> PretrainedConfig:
         ) from error
 
 
-def _twin(folder: Path, config: PretrainedConfig) -> PreTrainedModel:
-    try:
-        return hollow_twin(config)
-    except AceError:
-        raise
-    except Exception as error:  # any modelling code may run here
-        raise CheckpointError(
-            f"{folder}/config.json describes a model that cannot be built ({type(error).__name__}: {brief(error)}). "
-            "It was edited or is damaged; download it again."
-        ) from error
-
-
 class MoEModel:
     """The MoE layers of a checkpoint or of a loaded model."""
 
@@ -99,10 +86,14 @@ class MoEModel:
         source.check(self.sites)
 
     @classmethod
-    def open(cls, model: str | Path) -> MoEModel:
-        """A checkpoint: nothing but its configuration and its file headers is read yet."""
+    def open(cls, model: str | Path | PreTrainedModel | MoEModel) -> MoEModel:
+        """A checkpoint, of which nothing but its configuration and its file headers is read yet; or a model in memory."""
+        if isinstance(model, MoEModel):
+            return model
+        if isinstance(model, PreTrainedModel):
+            return cls.of(model)
         folder = resolve(model)
-        twin = _twin(folder, load_config(folder))
+        twin = hollow_twin(load_config(folder))
         return cls(called(folder), twin, CheckpointSource(folder, twin))
 
     @classmethod
@@ -122,9 +113,6 @@ class MoEModel:
         names = [name for name, module in self.twin.named_modules() if module is head]
         found = getattr(self.source, "recipes", None)
         return None if found is None or f"{names[0]}.weight" in found else f"{names[0]}.weight"
-
-    def __len__(self) -> int:
-        return len(self.sites)
 
     def layers(self) -> Iterator[MoELayer]:
         """Each MoE layer in turn. The caller drops a layer before it takes the next."""
@@ -146,18 +134,16 @@ class MoEModel:
 
     def structure(self) -> dict[str, Any]:
         """What a plan must agree with: layers, experts, k, d, m, router kind."""
-        return {site.key: describe(site) for site in self.sites}
+        return {site.key: site.describe() for site in self.sites}
 
     def content(self) -> str:
         """sha256 over all router rows as bf16: the short name of these weights."""
-        return self._routers().exact
+        return identity.routers(self.sites, self.source).exact
 
     def fingerprint(self) -> Fingerprint:
         """Reads router rows and a few rows of the experts, nothing else."""
-        return Fingerprint(self.structure(), self._routers(), identity.experts(self.sites, self.source))
-
-    def _routers(self) -> Routers:
-        return identity.routers((site.key, identity.router_of(site, self.source)) for site in self.sites)
+        routers = identity.routers(self.sites, self.source)
+        return Fingerprint(self.structure(), routers, identity.experts(self.sites, self.source))
 
     def formats(self) -> dict[str, list[str]]:
         """What the experts of each layer are stored in."""
@@ -212,21 +198,3 @@ def _as_it_is(site: Site, model: PreTrainedModel) -> Site:
     slots = [here[n] for n, v in built.items() if type(v) is int and v == site.top_k and type(here.get(n)) is int]
     changed = [value for value in slots if value != site.top_k]
     return replace(site, top_k=changed[0]) if changed else site
-
-
-def describe(site: Site) -> dict[str, Any]:
-    """One layer's part of the fingerprint."""
-    experts = site.experts
-    w_out = getattr(experts, "down_proj", None)
-    shape = tuple(w_out.shape) if isinstance(w_out, Tensor) and is_registered(experts) else ()
-    hidden, middle = shape[1:] if len(shape) == 3 else (0, 0)
-    if shape and experts.is_transposed:
-        hidden, middle = middle, hidden
-    shapes = [] if site.router is None else [tuple(p.shape) for _, p in sorted(site.router.named_parameters())]
-    return {
-        "experts": site.num_experts,
-        "top_k": site.top_k,
-        "hidden": hidden,
-        "intermediate": middle,
-        "router": f"{site.router_input}:" + ",".join("x".join(map(str, s)) for s in shapes),
-    }

@@ -207,7 +207,7 @@ def print_model(console: Console, moe: MoEModel) -> None:
     names = ("experts", "top_k", "hidden", "intermediate")
     sizes = {key: tuple(str(facts[name]) for name in names) for key, facts in moe.structure().items()}
     rows = [[said(keys), *numbers] for numbers, keys in folded(sizes)]
-    title = f"{len(moe)} MoE layers of {moe.name} ({moe.architecture})"
+    title = f"{len(moe.sites)} MoE layers of {moe.name} ({moe.architecture})"
     console.print(table(title, ["layers", "experts", "top k", "d", "m"], rows))
     _print_folded(console, "built of", {site.key: _parts(site) for site in moe.sites})
     _print_folded(console, "on a GPU", {site.key: on_gpu(site.experts) for site in moe.sites})

@@ -22,12 +22,14 @@ from ..schema import items, maybe, record, text, thing, values
 from .curves import CURVE, Curve
 from .entries import THRESHOLD, Threshold
 from .fingerprint import Fingerprint
+from .lookup import workloads_of
 from .shapes import (
     AGAIN,
     DECLARED,
     Shapes,
     Structure,
     Tables,
+    check_declared,
     check_factor_names,
     check_layers,
     check_shape,
@@ -154,15 +156,12 @@ def _fields(handle: safe_open, sealed: bool) -> dict[str, Any]:
     curves = tuple(Curve.from_json(facts, handle.get_tensor(facts["tensor"]).clone()) for facts in listed)
     thresholds = tuple(Threshold.from_json(entry) for entry in ace["thresholds"])
     factors = {t.factor: "a threshold" for t in thresholds} | {c.settings["factor"]: "a curve" for c in curves}
-    check_factor_names({n: who for n, who in factors.items() if n} | dict.fromkeys(guarded, "`guarded`"), tables)
     for name, layers in guarded.items():
         if foreign := set(layers) - set(fingerprint.structure):
             raise ValueError(f"guarded: {name} names layer {min(foreign)!r:.40}, which the model does not have")
+    check_factor_names({n: who for n, who in factors.items() if n} | dict.fromkeys(guarded, "`guarded`"), tables)
     default = ace.get("default_workload")
-    if default is not None and default not in {
-        *(t.workload.sha256 for t in thresholds),
-        *(c.workload.sha256 for c in curves),
-    }:
+    if default is not None and default not in {w.sha256 for w in workloads_of(thresholds, curves)}:
         raise ValueError(f"default_workload {default!r:.40} is not the hash of one of the plan's texts")
     return {
         **{"tables": tables, "fingerprint": fingerprint, "model": ace["model"], "undefined": ace["undefined"]},
@@ -179,6 +178,7 @@ def _fields(handle: safe_open, sealed: bool) -> dict[str, Any]:
 def _tables(handle: safe_open, tensors: set[str], structure: Structure, declared: Shapes) -> Tables:
     """Every table of every layer; values are read when names and shapes are right."""
     names = _by_layer(tensors)
+    check_declared(declared)
     check_layers({key: set(layer) for key, layer in names.items()}, structure)
     for key, layer in names.items():
         for name, tensor in layer.items():
@@ -218,7 +218,7 @@ def _metadata(handle: safe_open, sealed: bool) -> dict[str, Any]:
 def _check_curves(handle: safe_open, tensors: set[str], listed: list[str]) -> None:
     """What is listed is there, once, and nothing else."""
     if sorted(tensors) != sorted(listed):
-        odd = min(tensors ^ set(listed), default=min(listed))
+        odd = min(tensors ^ set(listed) or listed)
         raise PlanError(f"tensor {odd} and the list of curves disagree. The file was edited or cut. {AGAIN}")
     for tensor in tensors:
         dtype, shape = _dtype_and_shape(handle, tensor)

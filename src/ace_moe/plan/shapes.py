@@ -22,6 +22,13 @@ Tables = dict[str, dict[str, Tensor]]
 AGAIN = f"Build it again with {BUILD}."
 
 
+def check_declared(shapes: Shapes) -> None:
+    """`shapes` as the metadata has it; what has a shape of its own is not declared with another."""
+    for name in shapes:
+        if name in BY_EXPERT or name.startswith(FACTOR):
+            raise ValueError(f"shapes: {name} has a shape of its own, which cannot be another")
+
+
 def check_layers(names: Mapping[str, set[str]], structure: Structure) -> None:
     """`names`: the tables of each layer. Every table is there for every layer of the model, and for no other."""
     wanted = {name for layer in names.values() for name in layer}

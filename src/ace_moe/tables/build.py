@@ -33,7 +33,7 @@ def build_plan(
     names = list(tables)
     if unknown := [name for name in names if name not in TABLES]:
         raise OptionError(f"There is no table {unknown[0]!r}. From weights alone come: {', '.join(TABLES)}.")
-    moe = _opened(model)
+    moe = MoEModel.open(model)
     fingerprint = moe.fingerprint()
     check_sizes(fingerprint)
     computed, undefined = _computed(moe, names, device)
@@ -51,18 +51,12 @@ def add_tables(
     names = [name for name in plan.lacks(wanted) if name in TABLES]
     if not names:
         return plan
-    moe = _opened(model)
+    moe = MoEModel.open(model)
     plan.check_model(moe.fingerprint())
     computed, undefined = _computed(moe, names, device)
     if undefined:
         raise StructureError(f"{' '.join(dict.fromkeys(undefined.values()))} Policy 'share' needs no table.")
     return plan.with_tables(computed)
-
-
-def _opened(model: str | Path | PreTrainedModel | MoEModel) -> MoEModel:
-    if isinstance(model, MoEModel):
-        return model
-    return MoEModel.of(model) if isinstance(model, PreTrainedModel) else MoEModel.open(model)
 
 
 def _computed(
@@ -73,7 +67,7 @@ def _computed(
     undefined: dict[str, str] = {}
     if not names:
         return computed, undefined
-    with progress.task("layers", len(moe)) as task:
+    with progress.task("layers", len(moe.sites)) as task:
         for site in moe.sites:
             try:
                 layer = moe.layer(site)
@@ -106,7 +100,9 @@ def automatic_plan(model: str | Path, tables: Iterable[str] = (), say: Callable[
             kept = _kept(path, say)
             plan = build_plan(moe) if kept is None else kept
             if lacking := plan.lacks(tables):
-                say(f"ACE: computing the tables {', '.join(lacking)} of {moe.name} ({len(moe)} layers) into {path}.")
+                say(
+                    f"ACE: computing the tables {', '.join(lacking)} of {moe.name} ({len(moe.sites)} layers) into {path}."
+                )
                 plan = add_tables(plan, lacking, moe)
             if kept is None:
                 say(f"ACE: no plan was given; keeping one of {moe.name} at {path}.")

@@ -8,15 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from hub_with_account import TOKEN, PlanHub
 from huggingface_hub import ModelCard, close_session, constants
-from plan_hub import TOKEN, PlanHub
 
-from ace_moe import ACE, Plan, sharing
+from ace_moe import ACE, Plan
 from ace_moe.demo import MODEL, TEXT
 from ace_moe.errors import OptionError, OutputError, PlanError
 from ace_moe.plan import Threshold, Workload
-from ace_moe.sharing import hub as sharing_hub
-from ace_moe.sharing.card import card
+from ace_moe.plan import hub as plan_hub
 from command import run_ace
 
 NAME = "someone/demo-plan"
@@ -60,15 +59,16 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_from_a_checkpoint_to_the_hub_and_back(hub: PlanHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """tables --push here; run, budget and plans with the name there; without a network from the cache."""
+    """Made and pushed here; run, budget and plans with the name there; without a network from the cache."""
     monkeypatch.chdir(tmp_path)
-    pushed = run_ace("tables", MODEL, "-o", "made.safetensors", "--push", NAME, "--json").json["pushed"]
-    assert pushed.startswith(f"{hub.url}/{NAME}/commit/") and hub.commits == 1
-    mapped = run_ace("budget", MODEL, "--plan", NAME, "--text", TEXT, "--budgets", "0.5")
+    assert run_ace("plan", MODEL, "--tables", "-o", "made.safetensors").code == 0
+    pushed = run_ace("plans", "push", "made.safetensors", NAME).out
+    assert f"{hub.url}/{NAME}/commit/" in pushed and hub.commits == 1
+    mapped = run_ace("plan", MODEL, "--plan", NAME, "--text", TEXT, "--budgets", "0.5")
     assert mapped.code == 1 and f"ace plans get {NAME} -o plan.safetensors" in mapped.err, "published plans stay"
     assert run_ace("plans", "get", NAME).code == 0
     how = ("--text", TEXT, "--budgets", "0.5", "--tokens", 512, "--window", 256, "--no-fidelity")
-    assert run_ace("budget", MODEL, "--plan", "plan.safetensors", *how).code == 0
+    assert run_ace("plan", MODEL, "--plan", "plan.safetensors", *how).code == 0
     assert run_ace("plans", "push", "plan.safetensors", NAME).code == 0
     generated = ("--skip", 0.5, "--prompt", "The", "--max-new-tokens", 2, "--json")
     assert run_ace("run", MODEL, "--plan", NAME, *generated).json["realised"] > 0
@@ -76,29 +76,29 @@ def test_from_a_checkpoint_to_the_hub_and_back(hub: PlanHub, tmp_path: Path, mon
     assert run_ace("run", MODEL, "--plan", NAME, *generated).json["realised"] > 0
     listed = run_ace("plans", "--json").json
     assert [k["name"] for k in listed] == [f"{NAME}@11111111", f"{NAME}@22222222"]
-    assert NAME in run_ace("plans").out and "0.5" in run_ace("plans", "inspect", NAME, "--json").out
+    assert NAME in run_ace("plans").out
     assert run_ace("plans", "clear", f"{NAME}@11111111", "--json").json == [f"{NAME}@11111111"]
     assert run_ace("plans", "clear", NAME, "--json").json == [f"{NAME}@22222222"]
     assert run_ace("plans", "--json").json == [] and not any(Path(k["path"]).exists() for k in listed)
 
 
 def test_what_is_loaded_is_what_was_pushed(hub: PlanHub, plan: Plan) -> None:
-    assert sharing.push(plan, NAME, private=True).endswith(hub.commit) and hub.private
+    assert plan_hub.push(plan, NAME, private=True).endswith(hub.commit) and hub.private
     assert ACE.load(NAME, skip=0.5).plan == plan
     assert ACE.load(f"{NAME}@{hub.commit}", skip=0.5).plan == plan
 
 
 def test_a_file_here_wins(hub: PlanHub, plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    sharing.push(plan, NAME)
+    plan_hub.push(plan, NAME)
     here = replace(plan, model="another")
     Path(NAME).parent.mkdir()
     here.save(NAME)
-    assert sharing.load_plan(NAME) == here
+    assert plan_hub.load_plan(NAME) == here
 
 
 def test_the_card_says_what_the_plan_is(plan: Plan) -> None:
-    made = ModelCard(card(plan, NAME, "owner/model"))
+    made = ModelCard(plan_hub.card(plan, NAME, "owner/model"))
     about = made.data.to_dict()
     assert about["base_model"] == "owner/model" and about["library_name"] == "ace-moe"
     assert about["ace_moe"]["fingerprint"] == plan.fingerprint.routers.exact
@@ -107,7 +107,8 @@ def test_the_card_says_what_the_plan_is(plan: Plan) -> None:
     assert len(rows) == 2 and all(row.count("|") == 7 for row in rows), "a text's name breaks no table"
     assert "a b 2J # c.txt, 4,096 tokens" in rows[0] and "\x1b" not in made.text
     assert (
-        f'ACE.load("{NAME}", skip=0.5)' in made.text and "base_model" not in ModelCard(card(plan, NAME)).data.to_dict()
+        f'ACE.load("{NAME}", skip=0.5)' in made.text
+        and "base_model" not in ModelCard(plan_hub.card(plan, NAME)).data.to_dict()
     )
 
 
@@ -115,7 +116,7 @@ def test_the_card_says_what_the_plan_is(plan: Plan) -> None:
 
 
 def test_an_unknown_name(hub: PlanHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(PlanError, match=r"no file some/body here, and no repository .* `ace tables"):
+    with pytest.raises(PlanError, match=r"no file some/body here, and no repository .* `ace plan"):
         ACE.load("some/body")
     ran = run_ace("run", MODEL, "--plan", "some/body", "--prompt", "x")
     assert ran.code == 1 and "no repository of that name" in ran.err
@@ -125,11 +126,11 @@ def test_an_unknown_name(hub: PlanHub, tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_an_unknown_revision_and_a_model_without_a_plan(hub: PlanHub, plan: Plan) -> None:
-    sharing.push(plan, NAME)
+    plan_hub.push(plan, NAME)
     with pytest.raises(PlanError, match=r"has no revision 'v9'"):
         ACE.load(f"{NAME}@v9")
-    (hub.folder / sharing_hub.FILE).unlink()
-    with pytest.raises(PlanError, match=r"has no plan.safetensors.*`ace tables"):
+    (hub.folder / plan_hub.FILE).unlink()
+    with pytest.raises(PlanError, match=r"has no plan.safetensors.*`ace plan"):
         ACE.load(NAME)
 
 
@@ -138,23 +139,23 @@ def test_offline_says_so(hub: PlanHub, plan: Plan, monkeypatch: pytest.MonkeyPat
     with pytest.raises(PlanError, match=r"neither a file nor a plan kept .* HF_HUB_OFFLINE is set"):
         ACE.load(NAME)
     with pytest.raises(OutputError, match="HF_HUB_OFFLINE is set"):
-        sharing.push(plan, NAME)
+        plan_hub.push(plan, NAME)
 
 
 def test_a_hub_that_does_not_answer(hub: PlanHub, plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was fetched before is used; the rest is said."""
-    sharing.push(plan, NAME)
+    plan_hub.push(plan, NAME)
     ACE.load(NAME)
     point_to("http://127.0.0.1:9", monkeypatch)
-    assert sharing.load_plan(NAME) == plan
+    assert plan_hub.load_plan(NAME) == plan
     with pytest.raises(OutputError, match="could not be pushed"):
-        sharing.push(plan, NAME)
+        plan_hub.push(plan, NAME)
 
 
 @pytest.mark.parametrize("damage", [b"", b"junk", None], ids=["empty", "junk", "cut"])
 def test_nothing_fetched_is_trusted(damage: bytes | None, hub: PlanHub, plan: Plan) -> None:
-    sharing.push(plan, NAME)
-    file = hub.folder / sharing_hub.FILE
+    plan_hub.push(plan, NAME)
+    file = hub.folder / plan_hub.FILE
     file.write_bytes(file.read_bytes()[:-5] if damage is None else damage)
     with pytest.raises(PlanError):
         ACE.load(NAME)
@@ -163,17 +164,17 @@ def test_nothing_fetched_is_trusted(damage: bytes | None, hub: PlanHub, plan: Pl
 def test_a_file_too_large_to_be_a_plan_is_not_fetched(
     hub: PlanHub, plan: Plan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sharing.push(plan, NAME)
-    monkeypatch.setattr(sharing_hub, "LARGEST", 100)
+    plan_hub.push(plan, NAME)
+    monkeypatch.setattr(plan_hub, "LARGEST", 100)
     with pytest.raises(PlanError, match="which no plan has"):
         ACE.load(NAME)
-    assert hub.asked[sharing_hub.FILE] == 0
+    assert hub.asked[plan_hub.FILE] == 0
 
 
 def test_a_plan_of_another_model_is_refused(hub: PlanHub, plan: Plan) -> None:
     import zoo
 
-    sharing.push(plan, NAME)
+    plan_hub.push(plan, NAME)
     with pytest.raises(PlanError, match="another model"), torch.no_grad():
         ACE.load(NAME).attach(zoo.build("qwen3_moe"))
 
@@ -181,30 +182,28 @@ def test_a_plan_of_another_model_is_refused(hub: PlanHub, plan: Plan) -> None:
 def test_a_models_repository_is_not_written_over(hub: PlanHub, plan: Plan, tmp_path: Path) -> None:
     hub.name = NAME
     (hub.folder / "config.json").write_text("{}")
-    for push in (lambda: sharing.push(plan, NAME), lambda: sharing.check_push(NAME)):
-        with pytest.raises(OutputError, match=r"holds config.json and is no repository of a plan"):
+    for push in (lambda: plan_hub.push(plan, NAME), lambda: plan_hub.check_push(NAME)):
+        with pytest.raises(OutputError, match=r"holds config.json and is not a repository of a plan"):
             push()
-    ran = run_ace("tables", MODEL, "-o", tmp_path / "p.safetensors", "--push", NAME)
-    assert ran.code == 1 and not (tmp_path / "p.safetensors").exists() and hub.commits == 0, "before the work"
 
 
 @pytest.mark.parametrize("name", ["", "one", "a/b/c", "a/b@main", "../b", "a b/c"])
 def test_names_that_mean_nothing(name: str, hub: PlanHub, plan: Plan) -> None:
     with pytest.raises(OptionError, match="Give owner/name"):
-        sharing.push(plan, name)
+        plan_hub.push(plan, name)
 
 
 def test_an_account_is_needed(hub: PlanHub, plan: Plan, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_wrong")
     with pytest.raises(OutputError, match="your login may write there"):
-        sharing.push(plan, NAME)
-    monkeypatch.setattr(sharing_hub, "get_token", lambda: None)
+        plan_hub.push(plan, NAME)
+    monkeypatch.setattr(plan_hub, "get_token", lambda: None)
     with pytest.raises(OutputError, match="hf auth login"):
-        sharing.push(plan, NAME)
+        plan_hub.push(plan, NAME)
 
 
 def test_clearing_forgets_plans_made_here_too(hub: PlanHub, plan: Plan, tmp_path: Path) -> None:
-    sharing.push(plan, NAME)
+    plan_hub.push(plan, NAME)
     ACE.load(NAME)
     plan.save(tmp_path / "cache" / "tiny-0123.safetensors")
     assert [k["name"] for k in run_ace("plans", "--json").json] == ["tiny-0123", f"{NAME}@11111111"]
