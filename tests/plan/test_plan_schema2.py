@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from ace_moe.policies import policy_for
 from plan_cases import SETTINGS, edited, entry, plan_of, put
 from torch import Tensor
 
 from ace_moe.errors import PlanError
 from ace_moe.plan import Plan
+from ace_moe.policies import policy_for
 
 E, D, LEVELS = 8, 16, 7  # of `plan_of`: two layers of 8 experts and 4 slots, width 16
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from ace_moe.mapping.own_text import LONGEST_TURN, Turns, Writer, first_token
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedModel
@@ -20,7 +21,6 @@ from ace_moe.demo import MODEL, TEXT
 from ace_moe.engines.vllm.settings import Settings
 from ace_moe.errors import BudgetError, TextError
 from ace_moe.mapping import own_windows, text_for
-from ace_moe.mapping.own_text import LONGEST_TURN, Turns, Writer, first_token
 from ace_moe.plan import OWN as NAME
 from ace_moe.plan import Plan
 from command import run_ace

@@ -13,7 +13,6 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from ace_moe.policies import policy_for
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -29,7 +28,7 @@ from ace_moe.lab.tune.trials import Trials
 from ace_moe.lab.tune.tuning import _identity
 from ace_moe.mapping.passes import observe
 from ace_moe.plan import Plan, Threshold, Workload
-from ace_moe.policies import PRESETS, make
+from ace_moe.policies import PRESETS, make, policy_for
 from ace_moe.text import windows_of
 from command import run_ace
 
