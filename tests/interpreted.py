@@ -9,7 +9,7 @@ import numpy as np
 
 def plain_masks() -> None:
     """Triton 3.9's takes no mask whose numbers are not bool, which a comparison of scalars gives it."""
-    from triton.deciders.interpreter import InterpreterBuilder
+    from triton.runtime.interpreter import InterpreterBuilder
 
     for name, place in (("create_masked_load", 1), ("create_masked_store", 2)):
         _bool(InterpreterBuilder, name, place)

@@ -20,7 +20,7 @@ from ace_moe import ACE
 from ace_moe.cli import show
 from ace_moe.cli.show_written import print_pair
 from ace_moe.demo import MODEL, TEXT
-from ace_moe.mapping import own_text
+from ace_moe.mapping import texts
 from ace_moe.plan import Plan
 from ace_moe.writing import Pair, Written
 from command import COMMANDS, run_ace
@@ -143,7 +143,7 @@ def test_interpolated_budget_is_noted_beside_the_json(plan: Path) -> None:
     options = ("--skip", 0.4, "--max-new-tokens", 2, "--json")
     ran = run_ace("run", MODEL, "-p", plan, "--prompt", "The city", *options)
     assert ran.json["requested"] == 0.4
-    assert re.search(r"note: τ for 40\.0% is between measured budgets; expect 40\.0% within 0\.\d\d points", ran.err)
+    assert re.search(r"note: τ for 40\.0% is between measured budgets; expect it within 0\.\d\d points", ran.err)
 
 
 @pytest.mark.long
@@ -317,7 +317,7 @@ def test_a_pair_that_is_not_faster_says_why(seconds: float, said: bool) -> None:
 @pytest.mark.long
 def test_run_makes_its_own_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a plan: tables and thresholds on text the model writes itself, kept for the next time."""
-    monkeypatch.setattr(own_text, "own_windows", partial(own_text.own_windows, samples=2, length=64))
+    monkeypatch.setattr(texts, "own_windows", partial(texts.own_windows, samples=2, length=64))
     with patch.dict(os.environ, {"ACE_CACHE": str(tmp_path)}):
         ask = ("run", MODEL, "--prompt", "The city", "--max-new-tokens", 2, "--json")
         first, second = run_ace(*ask), run_ace(*ask)

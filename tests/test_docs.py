@@ -16,7 +16,7 @@ import typer.main
 
 from ace_moe import cli
 from ace_moe.demo import MODEL, TEXT
-from ace_moe.mapping import own_text
+from ace_moe.mapping import texts
 from command import run_ace
 
 ROOT = Path(__file__).parents[1]
@@ -43,7 +43,7 @@ NOT_RUN = {
 }
 
 
-SHORT = partial(own_text.own_windows, samples=2, length=64)  # a text of the model's own, in a moment
+SHORT = partial(texts.own_windows, samples=2, length=64)  # a text of the model's own, in a moment
 
 
 def commands(page: Path) -> list[str]:
@@ -101,7 +101,7 @@ def test_commands_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     """In the page's order, on the embedded model with a short text."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("ACE_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(own_text, "own_windows", SHORT)
+    monkeypatch.setattr(texts, "own_windows", SHORT)
     length = 60000 if page in LONGER else 9000
     for name in ("sample.txt", "wiki.test.raw"):
         Path(name).write_text(TEXT.read_text(encoding="utf-8")[:length], encoding="utf-8")
@@ -123,7 +123,7 @@ def blocks(page: str) -> list[str]:
 def test_code_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert run_ace("plan", MODEL, "--text", TEXT, "--budgets", "0.3", "--tokens", 1024, "--window", 256).code == 0
-    monkeypatch.setattr(own_text, "own_windows", SHORT)
+    monkeypatch.setattr(texts, "own_windows", SHORT)
     scope: dict[str, Any] = {}
     for code in blocks(page):
         exec(compile(code.replace("Qwen/Qwen3-30B-A3B", str(MODEL)), page, "exec"), scope)

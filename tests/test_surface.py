@@ -26,7 +26,7 @@ def model() -> Any:
 
 def test_they_say_what_they_are(model: Any) -> None:
     plan = build_plan(MODEL)
-    assert repr(plan) == "Plan(demo-moe: 6 layers, tables gsp, rcr, no thresholds on no text)"
+    assert repr(plan) == "Plan(demo-moe: 6 layers, tables none, no thresholds on no text)"
     ace = ACE.from_pretrained(MODEL, skip=0.3, policy="share", text=TEXT, tokens=1024)
     assert repr(ace) == "ACE(demo-moe: policy='share', skip=0.3, gain='power', not attached)"
     with ace(model):

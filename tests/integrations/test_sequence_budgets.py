@@ -49,7 +49,7 @@ def test_what_does_not_fit_is_refused(demo_model, plan, demo_windows):
     ace = ACE(plan, policy="share")
     with pytest.raises(IntegrationError, match="attach"), ace.budgets([0.2]):
         pass
-    with pytest.raises(PolicyError, match="one budget"), ACE(plan, policy="pesf").rows([0.0]):
+    with pytest.raises(PolicyError, match="one budget"), ACE(plan, policy="pesf").budgets([0.0]):
         pass
     with ace(demo_model):
         with pytest.raises(BudgetError, match="at most"), ace.budgets([0.95]):

@@ -199,7 +199,7 @@ def test_budgets_by_phase_name_both(plan, skip):
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -1, "half", True, [0.1, 0.2, 0.3, 0.4], None])
 def test_thresholds_that_are_none(plan, bad):
     ace = ACE(plan)
-    with pytest.raises(BudgetError, match="A threshold is a number from 0 on"):
+    with pytest.raises(BudgetError, match="A threshold is a number of at least 0"):
         ace.set_threshold(bad)
     assert ace.thresholds.tolist() == [0, 0, 0]
 

@@ -32,6 +32,7 @@ def mapped_plan(
 
     `load` is called only if a pass of the model is needed. Without a path, the plan that is kept for this model is used.
     """
+    from ..budget import check_budget
     from ..checkpoint import MoEModel
     from ..mapping import TextSource, ensure, missing
     from ..plan import Plan, labels, update
@@ -49,7 +50,8 @@ def mapped_plan(
     check_tables(plan, policy)
     source = TextSource(model, None if text is None else Text.of(text))
     sha256 = source.sha256()
-    todo = missing(plan, policy, budgets, workload, sha256) if workload is None or text is not None else []
+    wanted = [check_budget(budget, plan.top_k, policy.min_active) for budget in budgets]
+    todo = missing(plan, policy, wanted, workload, sha256) if workload is None or text is not None else []
     if todo or plan.lacks(policy.tables):
         check_writable(path)
         plan = plan.check_model(MoEModel.open(model).fingerprint(), allow_other_weights)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from ..errors import BudgetError
+from ..errors import BudgetError, OutputError
 from . import options as opt
 from . import show
 from .common import check_texts, made_of, note, out, parse_budgets, print_json, reachable, say, warn_of_loss
@@ -123,6 +123,11 @@ def _open(model: str, path: Path) -> Plan:
     if path.exists():
         show.check_writable(path)
         return Plan.load(path)
+    if path.suffix != ".safetensors" and len(path.parts) == 2 and not path.parent.is_dir():
+        raise OutputError(
+            f"There is no folder {path.parent}. If {path} is a plan of the hub, published plans stay as they are: take a copy "
+            f"with `ace plans get {path} -o plan.safetensors`, and name that."
+        )
     check_output(path, "plan")
     plan = replace(build_plan(model), made=(provenance(),))
     plan.save(path)

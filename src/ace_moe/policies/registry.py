@@ -144,7 +144,7 @@ def policy_for(
 
 def _of_plan(plan: Plan, served: bool, workload: str | None) -> Mapping[str, Any] | None:
     recommendation = plan.recommendation or {}
-    settings = (recommendation.get("served") if served else None) or recommendation.get("settings")
+    settings = recommendation.get("served") or recommendation.get("settings")  # older plans have two
     if settings is not None:
         return settings
     sha256 = None if workload is None else pick(plan.workloads, workload).sha256
