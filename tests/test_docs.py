@@ -36,7 +36,7 @@ NOT_RUN = {
     r"^ace demo": "a minute; `make demo` runs it",
     r"^ace chat": "a conversation; tests/test_cli.py has one",
     r"--workers|--layers|--stream|--expand|--device-map": "several machines, quantised files or accelerate; tests/checkpoint",
-    r"--methods all|^ace study|--max-kl|--reads": "minutes; tests/evaluate and tests/planning run them",
+    r"--methods all|^ace study|--max-kl": "minutes; tests/evaluate and tests/planning run them",
     r"^ace (compare|study thresholds) (demo|lab)-": "many minutes: it made a stored result",
     r"^ace report .*eval.json|served.trace|latency.json": "reads what commands leave that are not run here",
     r"…|\.\.\.|\[--": "a pattern, not a command",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -26,47 +26,10 @@ TEXTS = (
     "and together, as `mixed`. Default: the model writes its own."
 )
 MAX_KL = "Instead of budgets: the most that can be skipped with at most this KL (nats a token)."
-READS = "Instead of budgets: what must be skipped to read this part of the experts in decode."
 CORRECT = "Correct τ on the skipped model until the realised ratio fits. Default: all but the paper's."
 DEFAULT = "Use this text (of several: mixed) where none is named. Default: the first."
 Texts = Annotated[list[Path] | None, option(TEXTS)]
 Out = Annotated[Path, option("Where the plan goes.", "--out", "--output", "-o")]
-
-
-@dataclass(frozen=True)
-class Aim:
-    """A budget in other words, found on each text."""
-
-    max_kl: Annotated[float | None, option(MAX_KL)] = None
-    reads: Annotated[float | None, option(READS)] = None
-    sequences: Annotated[int, option("Sequences of a decode step, for --reads.")] = 16
-
-    @property
-    def given(self) -> bool:
-        return self.max_kl is not None or self.reads is not None
-
-    def check(self, budgets: str) -> None:
-        if self.given and budgets != EVERY:
-            raise BudgetError("--max-kl and --reads find the budget themselves: leave --budgets out.")
-        if self.max_kl is not None and not 0 < self.max_kl < math.inf:
-            raise BudgetError(f"--max-kl is a number of nats above 0, such as 0.05; not {self.max_kl:g}.")
-        if self.reads is not None and (not 0 < self.reads < 1 or self.sequences < 1 or self.max_kl is not None):
-            raise BudgetError(
-                "--reads is a part of the experts between 0 and 1, for one or more --sequences, without --max-kl."
-            )
-
-    def found(self, model: Any, plan: Plan, policy: Any, windows: Any, batch: int) -> tuple[list[float], Plan]:
-        """The budget, if there is one, and the plan with what was measured on the way."""
-        from ..mapping import least_reading, most_within
-
-        if self.max_kl is not None:
-            ratio, plan = most_within(model, plan, policy, windows, self.max_kl, batch)
-            note(f"{ratio:.0%} can be skipped within a KL of {self.max_kl:g} on {windows.workload.name}")
-        else:
-            assert self.reads is not None
-            ratio, plan = least_reading(model, plan, policy, windows, self.reads, self.sequences)
-            note(f"{ratio:.0%} skipped reads at most {self.reads:.0%} of the experts of {self.sequences} sequences")
-        return [ratio] if ratio else [], plan
 
 
 @command(epilog="Example: ace plan Qwen/Qwen3-30B-A3B --text sample.txt")
@@ -92,7 +55,7 @@ def plan(
         parse_budgets(budgets)
         check_texts(text or (), window, tokens)
         tables(model, output, quiet=True)
-    budget(model, output, deciding, loading, Aim(), text, budgets, window=window, tokens=tokens, as_json=as_json)
+    budget(model, output, deciding, loading, text, budgets, window=window, tokens=tokens, as_json=as_json)
     if not as_json:
         say(f"Next: ace run {opt.as_typed(model)} --plan {opt.as_typed(output)} --beside --prompt TEXT")
 
@@ -171,18 +134,25 @@ def _in_parts(job: Job, as_json: bool) -> Plan | None:
     return None
 
 
+def check_max_kl(max_kl: float, budgets: str) -> None:
+    if budgets != EVERY:
+        raise BudgetError("--max-kl finds the budget itself: leave --budgets out.")
+    if not 0 < max_kl < math.inf:
+        raise BudgetError(f"--max-kl is a number of nats above 0, such as 0.05; not {max_kl:g}.")
+
+
 @command(epilog="Example: ace budget Qwen/Qwen3-30B-A3B --plan qwen3.safetensors --text sample.txt")
 def budget(
     model: opt.Model,
     plan: opt.PlanPath,
     deciding: Deciding,
     loading: Loading,
-    aim: Aim,
     text: Texts = None,
     budgets: opt.Budgets = EVERY,
     window: opt.Window = 1024,
     tokens: opt.Tokens = 65536,
     batch: opt.Batch = 1,
+    max_kl: Annotated[float | None, option(MAX_KL)] = None,
     correct: Annotated[bool | None, option(CORRECT)] = None,
     fidelity: Annotated[bool, option("Also measure how far each threshold moves predictions (KL).")] = True,
     again: Annotated[bool, option("Map budgets again that the plan has for this text already.")] = False,
@@ -199,7 +169,7 @@ def budget(
     """
     from ..checkpoint import MoEModel
     from ..decider.settings import check_tables, policy_for
-    from ..mapping import map_budgets, texts_for
+    from ..mapping import map_budgets, most_within, texts_for
     from ..mapping.unfinished import Partial
     from ..plan import Plan, update
     from ..provenance import provenance
@@ -208,15 +178,16 @@ def budget(
     read = Plan.load(plan)
     made = policy_for(read, **deciding.given)
     check_tables(read, made, set(TABLES), calibrates=True)
-    wanted = [] if aim.given else reachable(budgets, EVERY, read.top_k, made.min_active)
+    if max_kl is not None:
+        check_max_kl(max_kl, budgets)
+    wanted = [] if max_kl is not None else reachable(budgets, EVERY, read.top_k, made.min_active)
     show.check_writable(plan)
     check_texts(text or (), window, tokens, batch)
     warn_of_loss([] if budgets == EVERY else wanted, quiet)  # a whole curve is no wish
-    aim.check(budgets)
     loaded = loading.load(model)
     workloads = texts_for(loaded, model, text or (), window, tokens)
     had = read.check_model(MoEModel.of(loaded).fingerprint(), allow_other_weights)
-    if aim.max_kl is not None:
+    if max_kl is not None:
         correct = False  # the threshold that was judged, not one beside it
     how: dict[str, Any] = {"correct": correct, "again": again, "judged": fidelity, "partial": Partial(plan)}
     record = provenance(loaded.device, made_of(*text or ()))
@@ -227,8 +198,10 @@ def budget(
         update(plan, read, now if now == before else replace(now, made=(*before.made, record)))
 
     for windows in workloads:
-        if aim.given:
-            wanted, had = aim.found(loaded, had, made, windows, batch)
+        if max_kl is not None:
+            most, had = most_within(loaded, had, made, windows, max_kl, batch)
+            note(f"{most:.0%} can be skipped within a KL of {max_kl:g} on {windows.workload.name}")
+            wanted = [most] if most else []
         mapped = map_budgets(loaded, had, made, windows, wanted, save=save, batch=batch, **how)
         had = mapped.plan.with_default(windows.workload) if default else mapped.plan
         save(had)
