@@ -25,7 +25,7 @@ GROUP: Any = typer.main.get_command(cli.app)
 # Words in commands that stand for something of the reader's, and what the tests have for it.
 STANDS_FOR = {
     "MODEL": str(MODEL), "Qwen/Qwen3-30B-A3B": str(MODEL), "deepseek-ai/DeepSeek-V3": str(MODEL), "lab-moe": str(MODEL),
-    "FILE": "sample.txt", "PLAN": "plan.safetensors", "P": "plan.safetensors", "COPY": str(MODEL), "ORIGINAL": str(MODEL),
+    "FILE": "sample.txt", "PLAN": "plan.safetensors", "P": "plan.safetensors",
     "TEXT": "The", "you/qwen3-30b-a3b-plan": "plan.safetensors",
 }  # fmt: skip
 NOT_RUN = {

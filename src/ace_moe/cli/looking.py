@@ -16,23 +16,15 @@ if TYPE_CHECKING:
     from ..plan import Plan
 
 
-@app.command(epilog="Examples: ace inspect Qwen/Qwen3-30B-A3B, ace inspect plan.safetensors, ace inspect COPY ORIGINAL")
+@app.command(epilog="Examples: ace inspect Qwen/Qwen3-30B-A3B, ace inspect plan.safetensors")
 def inspect(
     target: Annotated[str, typer.Argument(help="A model or a plan file.", metavar="MODEL|PLAN", callback=opt.embedded)],
-    other: Annotated[
-        str | None, typer.Argument(help="Another, such as its original.", metavar="OTHER", callback=opt.embedded)
-    ] = None,
     as_json: opt.AsJson = False,
 ) -> None:
-    """What is in this model or this plan, what ACE can do with it, and how far it is from another."""
+    """What is in this model or this plan, and what ACE can do with it."""
     from ..checkpoint import MoEModel
     from ..plan import Plan
 
-    if other is not None:
-        from ..tables.copies import compared, plan_of
-
-        pair = compared(plan_of(target), plan_of(other))
-        return print_json(pair) if as_json else show.print_pair(out, pair)
     if Path(target).is_file() or target.endswith(".safetensors"):
         return show_plan(Plan.load(target), as_json)
     moe = MoEModel.open(target)

@@ -217,17 +217,3 @@ def print_model(console: Console, moe: MoEModel) -> None:
         print_line(console, f"layer {key}: {wrong}")
     for path in moe.not_covered:
         print_line(console, f"not covered: {path} (a text pass never reaches it)")
-
-
-def print_pair(console: Console, pair: dict[str, Any]) -> None:
-    rows = [
-        [key, name, *(f"{100 * found[n]:.3g} %" for n in ("mean", "worst")), f"{found['order']:.4f}"]
-        for key, layer in pair["layers"].items()
-        for name, found in layer.items()
-    ]
-    columns = ["layer", "table", "mean change", "largest change", "rank correlation"]
-    console.print(table(f"tables of {pair['model']} against those of {pair['other']}", columns, rows))
-    routers = "the same, so one plan serves both" if pair["same_routers"] else pair["difference"]
-    print_line(console, f"routers: {routers}")
-    if pair["experts"]:
-        print_line(console, pair["experts"])
