@@ -25,7 +25,7 @@ GROUP: Any = typer.main.get_command(cli.app)
 # Words in commands that stand for something of the reader's, and what the tests have for it.
 STANDS_FOR = {
     "MODEL": str(MODEL), "Qwen/Qwen3-30B-A3B": str(MODEL), "deepseek-ai/DeepSeek-V3": str(MODEL), "lab-moe": str(MODEL),
-    "FILE": "sample.txt", "PLAN": "plan.safetensors", "P": "plan.safetensors", "COPY": str(MODEL), "ORIGINAL": str(MODEL),
+    "FILE": "sample.txt", "PLAN": "plan.safetensors", "P": "plan.safetensors",
     "TEXT": "The", "you/qwen3-30b-a3b-plan": "plan.safetensors",
 }  # fmt: skip
 NOT_RUN = {
@@ -36,7 +36,7 @@ NOT_RUN = {
     r"^ace demo": "a minute; `make demo` runs it",
     r"^ace chat": "a conversation; tests/test_cli.py has one",
     r"--workers|--layers|--stream|--expand|--device-map": "several machines, quantised files or accelerate; tests/checkpoint",
-    r"--methods all|^ace study|--max-kl|--reads": "minutes; tests/evaluate and tests/planning run them",
+    r"--methods all|^ace study|--max-kl": "minutes; tests/evaluate and tests/planning run them",
     r"^ace (compare|study thresholds) (demo|lab)-": "many minutes: it made a stored result",
     r"^ace report .*eval.json|served.trace|latency.json": "reads what commands leave that are not run here",
     r"…|\.\.\.|\[--": "a pattern, not a command",
