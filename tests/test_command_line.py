@@ -69,7 +69,7 @@ def test_top_help_lists_every_command() -> None:
     shown = run_ace("--help")
     assert shown.code == 0
     assert all(name in shown.out for name in COMMANDS)
-    assert {"tables", "budget", "run", "inspect", "demo"} <= set(COMMANDS)
+    assert {"plan", "run", "inspect", "demo"} <= set(COMMANDS)
 
 
 def test_help_and_version_import_no_torch() -> None:

@@ -87,7 +87,7 @@ def test_plans_say_which_commands_made_them(tmp_path: Path) -> None:
     for _ in range(2):
         assert run_ace(*budget, "--no-fidelity", "--no-correct").code == 0
     made = Plan.load(path).made
-    assert [record["command"].split()[1] for record in made] == ["tables", "budget"]
+    assert [record["command"].split()[1] for record in made] == ["plan", "budget"]
     for record in made:
         complete(record)
     assert made[1]["inputs"] == {TEXT.name: file_hash(TEXT)} and str(tmp_path) not in made[1]["command"]

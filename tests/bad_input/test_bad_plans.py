@@ -46,7 +46,10 @@ BAD_TENSORS = {
     "foreign layer": (put("layers.7.gsp", torch.ones(EXPERTS)), "missing: none; foreign: 7"),
     "foreign tensor": (put("lm_head.weight", torch.ones(3)), "'lm_head.weight' is not `layers.<n>.<table>`"),
     "no layer name": (put("layers..gsp", torch.ones(3)), "is not `layers.<n>.<table>`"),
-    "half the tensors": (lambda t: [t.pop(n) for n in list(t) if n.startswith("layers.0")], "missing: 0; foreign: none"),
+    "half the tensors": (
+        lambda t: [t.pop(n) for n in list(t) if n.startswith("layers.0")],
+        "missing: 0; foreign: none",
+    ),
 }
 
 
