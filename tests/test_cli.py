@@ -54,7 +54,7 @@ def test_what_comes_next_can_be_typed(tmp_path: Path) -> None:
     """A file's name with a space in it, and letters of another script."""
     path = tmp_path / "mein plän 文.safetensors"
     told = " ".join(run_ace("plan", "demo", "--tables", "-o", path).out.split())
-    assert shlex.split(told.partition("Next: ")[2])[:5] == ["ace", "budget", "demo", "--plan", str(path)]
+    assert shlex.split(told.partition("Next: ")[2])[:5] == ["ace", "plan", "demo", "--plan", str(path)]
 
 
 def test_tables_json(tmp_path: Path) -> None:
@@ -218,11 +218,6 @@ def test_inspect_plan(plan: Path) -> None:
     assert "│ ace " in shown.out and "max" not in shown.out, "settings that are not the usual ones"
 
 
-def test_inspect_the_embedded_model() -> None:
-    """`demo` is a model wherever a model is named."""
-    assert "6 MoE layers of demo-moe" in run_ace("inspect", "demo").out
-
-
 def test_the_table_of_budgets_fits_a_terminal(plan: Path) -> None:
     """80 columns with every heading and number whole, intervals too."""
     found = {name: {"value": 0.0157, "low": 0.0132, "high": 0.0177} for name in ("kl", "agreement", "acceptance")}
@@ -235,8 +230,8 @@ def test_the_table_of_budgets_fits_a_terminal(plan: Path) -> None:
 
 def test_inspect_plan_without_thresholds_says_what_is_next(tmp_path: Path) -> None:
     made = run_ace("plan", "demo", "--tables", "-o", tmp_path / "new.safetensors")
-    assert "Next: ace budget demo --plan" in made.out
-    assert "`ace budget`" in run_ace("inspect", tmp_path / "new.safetensors").out
+    assert "Next: ace plan demo --plan" in made.out
+    assert "`ace plan MODEL --plan" in run_ace("inspect", tmp_path / "new.safetensors").out
 
 
 def test_names_with_brackets_are_printed_as_they_are(plan: Path, tmp_path: Path) -> None:

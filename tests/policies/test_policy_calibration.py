@@ -13,7 +13,8 @@ from ace_moe.errors import IntegrationError, PlanError, TextError
 from ace_moe.lab.policies import calibrate, calibrated, prepare
 from ace_moe.mapping import map_budgets
 from ace_moe.policies import make
-from ace_moe.tables import tables
+from ace_moe.plan.file import seal
+from ace_moe.tables import tables_of
 from ace_moe.tables.build import add_tables
 from command import run_ace
 
@@ -58,16 +59,16 @@ def test_a_plan_carries_all_tables_and_says_how_they_were_made(ready_plan, tmp_p
 )
 def test_a_damaged_calibration_is_refused(ready_plan, tmp_path, name, values):
     from safetensors import safe_open
-    from safetensors.torch import save_file
+    from safetensors.torch import save
 
     path = ready_plan.save(tmp_path / "plan.safetensors")
     with safe_open(path, "pt") as file:
         metadata, tensors = file.metadata(), {n: file.get_tensor(n) for n in file.keys()}  # noqa: SIM118
-    save_file({**tensors, f"layers.3.{name}": values}, path, metadata)
+    path.write_bytes(seal(save({**tensors, f"layers.3.{name}": values}, metadata)))
     with pytest.raises(PlanError, match=f"layers.3.{name}.*ace plan"):
         Plan.load(path)
     tensors.pop(f"layers.3.{name}")
-    save_file(tensors, path, metadata)
+    path.write_bytes(seal(save(tensors, metadata)))
     with pytest.raises(PlanError, match="missing: 3"):
         Plan.load(path)
 
@@ -149,7 +150,7 @@ def test_uncentred_rcr_table(demo_model):
         raw.append(expert(demo_model, 1, e, q[None]).norm() / q.norm())
     raw = torch.stack(raw).detach()
     torch.testing.assert_close(
-        tables(layer, ["rcr_uncentred"])[0]["rcr_uncentred"], raw / raw.mean(), rtol=1e-4, atol=0
+        tables_of(layer, ["rcr_uncentred"])[0]["rcr_uncentred"], raw / raw.mean(), rtol=1e-4, atol=0
     )
 
 

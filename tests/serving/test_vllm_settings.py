@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ace_moe.sharing.hub import FILE
 
 from ace_moe.demo import MODEL
 from ace_moe.engines.vllm import engine_args
 from ace_moe.engines.vllm.settings import EVERY, Settings, check_policy
 from ace_moe.errors import OptionError, PlanError, PolicyError
 from ace_moe.plan import Plan, Routers, Threshold, Workload
+from ace_moe.plan.hub import FILE
 from ace_moe.policies import make
 
 
@@ -27,7 +27,7 @@ def test_engine_args() -> None:
 
 
 def test_a_plan_of_the_hub_is_fetched_before_workers_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ace_moe.sharing.hub.fetch", lambda name, revision: Path("/kept", name, FILE))
+    monkeypatch.setattr("ace_moe.plan.hub.download", lambda name, revision: Path("/kept", name, FILE))
     assert engine_args("owner/name")["additional_config"]["ace"]["plan"] == f"/kept/owner/name/{FILE}"
 
 
