@@ -12,8 +12,8 @@ from ace_moe.demo import MODEL, TEXT
 from ace_moe.errors import IntegrationError, PlanError, TextError
 from ace_moe.lab.policies import calibrate, calibrated, prepare
 from ace_moe.mapping import map_budgets
-from ace_moe.policies import make
 from ace_moe.plan.file import seal
+from ace_moe.policies import make
 from ace_moe.tables import tables_of
 from ace_moe.tables.build import add_tables
 from command import run_ace

@@ -130,7 +130,9 @@ class Correction:
         elif error is None:
             notice = f"τ for {budget:.1%} is read off the unskipped model's curve, not corrected: expect a point more or less"
         elif budget > self.xs[-2]:
-            notice = f"τ for {budget:.1%} is above the largest measured budget; expect it within {100 * error:.2f} points"
+            notice = (
+                f"τ for {budget:.1%} is above the largest measured budget; expect it within {100 * error:.2f} points"
+            )
         else:
             notice = f"τ for {budget:.1%} is between measured budgets; expect it within {100 * error:.2f} points"
         return Answer(tau, how, expected, error, curve.workload, notice)
