@@ -44,7 +44,6 @@ def plan(
     window: opt.Window = 1024,
     tokens: opt.Tokens = 65536,
     batch: opt.Batch = 1,
-    max_kl: Annotated[float | None, option(MAX_KL)] = None,
     correct: Annotated[bool | None, option(CORRECT)] = None,
     fidelity: Annotated[bool, option("Also measure how far each threshold moves predictions (KL).")] = True,
     again: Annotated[bool, option("Map budgets again that the plan has for this text already.")] = False,

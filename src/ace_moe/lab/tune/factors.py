@@ -15,10 +15,10 @@ from transformers import PreTrainedModel
 from ... import rule
 from ...checkpoint import MoEModel
 from ...engines.transformers import attached_to
+from ...engines.transformers.modules import run_experts
 from ...mapping.passes import attached
 from ...plan import Plan
 from ...policies import Decision, Routing, TokenPolicy
-from ...policies.calibration import run_experts
 from ...scoring.fidelity import compare
 from ...scoring.predictions import predict
 
