@@ -18,9 +18,8 @@ from typing import Any
 from ... import progress
 from ...decider import Deciders
 from ...errors import OptionError, PolicyError
-from ...mapping import fit as mapping
-from ...mapping.fit import Histogram
-from ...mapping.recipe import fit_budgets
+from ...mapping.fit import Histogram, quantile_fits
+from ...mapping.recipe import corrected_fit, fit_budgets, search
 from ...policies import Policy
 from ...text import Windows
 from .store import open_results, write_json
@@ -118,7 +117,7 @@ def cost(setup: Study, windows: Windows) -> list[Results]:
     ways: dict[str, Callable[[Recorder], list[float]]] = {
         "quantile": lambda run: _quantile(run, setup.budgets, correct=False),
         "quantile, corrected": lambda run: _quantile(run, setup.budgets, correct=True),
-        "binary search": lambda run: [mapping.search(run, b, TOLERANCE).threshold for b in setup.budgets],
+        "binary search": lambda run: [search(run, b, TOLERANCE).threshold for b in setup.budgets],
         "frontier walk": lambda run: _walk(run, setup.budgets, setup.points),
     }
     with setup.subject.under(setup.policy) as deciders:
@@ -127,8 +126,8 @@ def cost(setup: Study, windows: Windows) -> list[Results]:
 
 
 def _quantile(run: Recorder, wanted: Sequence[float], correct: bool) -> list[float]:
-    fits = mapping.quantile_fits(run(0.0), wanted)
-    return [mapping.correct(run, f, TOLERANCE).threshold if correct else f.threshold for f in fits]
+    fits = quantile_fits(run(0.0), wanted)
+    return [corrected_fit(run, f, TOLERANCE).threshold if correct else f.threshold for f in fits]
 
 
 def _walk(run: Recorder, wanted: Sequence[float], points: int) -> list[float]:
