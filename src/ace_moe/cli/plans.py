@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from ..errors import BudgetError
+from ..errors import BudgetError, OptionError
 from . import options as opt
 from . import show
 from .common import check_texts, made_of, note, out, parse_budgets, print_json, reachable, say, warn_of_loss
@@ -89,6 +89,8 @@ def plan(
     """
     from ..policies import choose
 
+    if tables and text:
+        raise OptionError("--tables makes no pass over a text: leave --text out.")
     if tables:
         return make_tables(model, output, loading.device, as_json)
     if not output.exists():  # reading a large checkpoint takes long: what `budget` would refuse is refused first
