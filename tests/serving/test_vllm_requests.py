@@ -54,7 +54,7 @@ class Everything:
 
     top_k = 8
 
-    def answer(self, settings: Any, budget: float, *rest: Any) -> Any:
+    def lookup(self, settings: Any, budget: float, *rest: Any) -> Any:
         if budget == 0.77:
             raise BudgetError("no threshold for 77 %")
         return SimpleNamespace(threshold=budget / 8, notice=None)

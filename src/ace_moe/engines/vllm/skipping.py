@@ -107,13 +107,14 @@ class Skipping:
         if key not in structure:
             raise PlanError(
                 f"The plan has no layer {key} ({name}); it is of another model ({plan.model or 'unnamed'}) or this layer is "
-                "built in a way `ace tables` does not cover. Build one with `ace tables`."
+                "built in a way that plans do not cover. Build one with `ace plan MODEL -o FILE`."
             )
         wanted = {n: v for n, v in structure[key].items() if n in found and v}
         difference = structure_difference({key: wanted}, {key: found})
         if difference:
             raise PlanError(
-                f"The plan is of another model ({plan.model or 'unnamed'}): {difference}. Build one with `ace tables`."
+                f"The plan is of another model ({plan.model or 'unnamed'}): {difference}. Build one with "
+                "`ace plan MODEL -o FILE`."
             )
         layer = self.runtime.add(key, SKIPPED, self.device, kernels=usable(self.device), opaque=False)
         layer.tokens = self.rows
