@@ -13,9 +13,11 @@ import typer
 from ..errors import OptionError
 from ..files import replace_whole
 from . import options as opt
-from .common import SKIP, app, check_texts, made_of, note, out, parse_budgets, print_json
+from .app import app
+from .common import SKIP, check_texts, made_of, parse_budgets
 from .options import option, plan_option
 from .outputs import check_output
+from .terminal import note, out, print_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

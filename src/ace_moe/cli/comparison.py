@@ -14,11 +14,13 @@ from ..errors import BudgetError, OptionError
 from ..files import replace_whole
 from . import options as opt
 from . import show_results
-from .common import HELP, app, check_texts, made_of, note, out, parse_budgets, print_json, reachable, say
-from .groups import Deciding, Loading, command
+from .app import HELP, app, command
+from .common import check_texts, made_of, parse_budgets, reachable
+from .groups import Deciding, Loading
 from .options import option
 from .outputs import check_output
 from .plans import EVERY
+from .terminal import note, out, print_json, say
 
 if TYPE_CHECKING:
     from ..lab.compare.subject import Subject

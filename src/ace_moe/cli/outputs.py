@@ -8,7 +8,6 @@ from pathlib import Path
 
 from ..errors import OutputError
 from ..files import expand
-from .show import check_writable
 
 ELSEWHERE = "Choose another place."
 PICTURES = (b"\x89PNG", b"%PDF", b"<svg", b"<?xml", b"\xff\xd8", b"RIFF", b"%!PS")
@@ -31,6 +30,31 @@ def check_output(path: Path | None, kind: str, *inputs: Path | None) -> None:
     if real.is_file() and real.stat().st_size and not OWN[kind](real):
         called = "page of ours" if kind == "page" else kind
         raise OutputError(f"{path} is there already and is no {called}; it would be lost. {ELSEWHERE}")
+
+
+def check_writable(path: Path) -> None:
+    """Fail before the long work starts."""
+    from ..sharing.kept import check_own
+
+    path = expand(path)
+    check_own(path)
+    folder = path.resolve().parent
+    if not folder.is_dir():
+        raise OutputError(f"There is no folder {folder} to write {path.name} into. Create it, or choose another place.")
+    if path.is_dir() or not os.access(folder, os.W_OK):
+        why = "it is a folder" if path.is_dir() else "no permission"
+        raise OutputError(f"{path} cannot be written: {why}. Choose another place.")
+
+
+def check_folder(path: Path) -> None:
+    """A folder that is there, or can be made."""
+    path = expand(path)
+    existing = next((p for p in (path, *path.resolve().parents) if p.exists()), path)
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        why = f"no permission in {existing}" if existing.is_dir() else f"{existing} is a file"
+        raise OutputError(f"{path} cannot be written: {why}. Choose another folder with -o.")
+    if (path / "config.json").exists():
+        raise OutputError(f"{path} is a checkpoint, which must stay as it is. Choose another folder with -o.")
 
 
 def is_checkpoint(folder: Path) -> bool:

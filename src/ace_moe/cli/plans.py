@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 from ..errors import BudgetError, OptionError
 from . import options as opt
 from . import show
-from .common import check_texts, made_of, note, out, parse_budgets, print_json, reachable, say, warn_of_loss
-from .groups import Deciding, Loading, command
+from .app import command
+from .common import check_texts, made_of, parse_budgets, reachable, warn_of_loss
+from .groups import Deciding, Loading
 from .options import option
-from .outputs import check_output
+from .outputs import check_output, check_writable
+from .terminal import note, out, print_json, say
 
 if TYPE_CHECKING:
     from ..plan import Plan
@@ -209,7 +211,7 @@ def budget(
     made = policy_for(read, **deciding.given)
     check_tables(read, made, set(TABLES), calibrates=True)
     wanted = [] if aim.given else reachable(budgets, EVERY, read.top_k, made.min_active)
-    show.check_writable(plan)
+    check_writable(plan)
     check_texts(text or (), window, tokens, batch)
     warn_of_loss([] if budgets == EVERY else wanted, quiet)  # a whole curve is no wish
     aim.check(budgets)

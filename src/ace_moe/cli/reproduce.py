@@ -15,8 +15,11 @@ from ..errors import AceError, OptionError
 from ..files import write_whole
 from . import options as opt
 from . import show
-from .common import app, check_texts, note, out, parse_budgets, print_json, say
+from .app import app
+from .common import check_texts, parse_budgets
 from .options import option
+from .outputs import check_folder
+from .terminal import note, out, print_json, say
 
 if TYPE_CHECKING:
     from ..lab.reproduce import Setup, Step, Table
@@ -57,7 +60,7 @@ def reproduce(
     from ..lab.reproduce.reading import filled
 
     check_texts((text, *(workload or ())), window, tokens, batch)
-    show.check_folder(folder)
+    check_folder(folder)
     where = Setup(
         model, called(model), folder, text, tuple(workload or ()), data, tasks, harness, limit, run_code, tokens, window,
         batch, device, tuple(parse_budgets(budgets)),

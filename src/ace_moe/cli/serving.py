@@ -15,11 +15,12 @@ import typer
 
 from ..errors import BudgetError, IntegrationError, OptionError
 from . import options as opt
-from .common import SKIP, made_of, note, warn_of_loss
-from .groups import Deciding, command
+from .app import command
+from .common import SKIP, made_of, warn_of_loss
+from .groups import Deciding
 from .options import option
-from .outputs import check_output
-from .show import check_writable
+from .outputs import check_output, check_writable
+from .terminal import note
 
 PLAN = "The plan: a file, or owner/name. Default: made from the checkpoint and kept."
 TEXT = "Text to map the budget on, where the plan has none for it. Default: the model's own."

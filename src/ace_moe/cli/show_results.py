@@ -11,7 +11,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from .show import print_line, table
+from .show import table
+from .terminal import say
 
 OFF = 0.005  # a realised ratio this far from the budget is marked
 
@@ -23,7 +24,7 @@ def print_compare(console: Console, results: dict[str, Any], rival: str | None =
     for gain in results["grid"]["gains"]:
         console.print(_compare_table(results, gain))
     if any(abs(c["realised"] - c["budget"]) > OFF for c in results["cells"]):
-        print_line(console, "* realised more than half a point off the budget: the results file has the ratio")
+        say("* realised more than half a point off the budget: the results file has the ratio", console)
     if rival is not None:
         console.print(_rival_table(against(results, rival), rival))
 
@@ -108,13 +109,13 @@ def print_perplexity(console: Console, results: dict[str, Any], protocol: str, w
     from ..scoring.statistics import Interval, said
 
     bounds = said(Interval(results["perplexity"], *results["interval"]))
-    print_line(
-        console,
+    say(
         f"perplexity {results['perplexity']:.4f} ({bounds}); protocol {protocol}, "
         f"{results['windows']} windows of {window:,} tokens, {results['targets']:,} counted",
+        console,
     )
     if results["ace"] is not None:
-        print_line(console, f"requested {results['setup']['skip']:.1%}, realised {results['ace']['realised']:.2%}")
+        say(f"requested {results['setup']['skip']:.1%}, realised {results['ace']['realised']:.2%}", console)
 
 
 def _points_changed(change: dict[str, float]) -> str:

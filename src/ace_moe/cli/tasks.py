@@ -11,10 +11,12 @@ import typer
 from ..errors import OptionError
 from . import options as opt
 from . import show_results
-from .common import SKIP, check_plan, made_of, out, parse_budgets, print_json, say
-from .groups import Deciding, Loading, command
+from .app import command
+from .common import SKIP, check_plan, made_of, parse_budgets
+from .groups import Deciding, Loading
 from .options import option, plan_option
 from .outputs import check_output
+from .terminal import out, print_json, say
 
 if TYPE_CHECKING:
     from ..lab.tasks.tasks import Harness

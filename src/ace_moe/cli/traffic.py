@@ -13,10 +13,12 @@ import typer
 from ..errors import OptionError
 from . import options as opt
 from . import show
-from .common import check_plan, check_texts, made_of, note, out, parse_budgets, print_json, say
-from .groups import Deciding, Loading, command
+from .app import command
+from .common import check_plan, check_texts, made_of, parse_budgets
+from .groups import Deciding, Loading
 from .options import option
 from .outputs import check_output
+from .terminal import note, out, print_json, say
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
