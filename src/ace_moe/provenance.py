@@ -40,22 +40,19 @@ def provenance(
 def command(argv: Sequence[str]) -> str:
     """As it was typed, but for what is nobody's business: base names of files, and no prompt, which a plan would publish."""
     name = Path(argv[0]).name
-    return shlex.join(["ace" if name == "__main__.py" else name, *map(_short, _without_prompt(argv[1:]))])
+    return shlex.join(["ace" if name == "__main__.py" else name, *_public(argv[1:])])
 
 
-def _without_prompt(parts: Sequence[str]) -> Iterator[str]:
-    follows = False
+def _public(parts: Sequence[str]) -> Iterator[str]:
+    """The arguments with base names of files, and TEXT for a prompt."""
+    prompt_follows = False
     for part in parts:
-        given = part.startswith(f"{PROMPT}=")
-        yield "TEXT" if follows else f"{PROMPT}=TEXT" if given else part
-        follows = part == PROMPT
-
-
-def _short(part: str) -> str:
-    flag, equals, value = part.partition("=") if part.startswith("--") else ("", "", part)
-    path = os.path.expanduser(value)
-    lies = path.startswith((os.sep, f".{os.sep}", f"..{os.sep}")) or (os.sep in path and os.path.exists(path))
-    return flag + equals + (Path(path).name if lies else value)
+        flag, equals, value = part.partition("=") if part.startswith("--") else ("", "", part)
+        path = os.path.expanduser(value)
+        is_path = path.startswith((os.sep, f".{os.sep}", f"..{os.sep}")) or (os.sep in path and os.path.exists(path))
+        is_prompt = prompt_follows or (flag == PROMPT and bool(equals))
+        yield flag + equals + ("TEXT" if is_prompt else Path(path).name if is_path else value)
+        prompt_follows = part == PROMPT
 
 
 def device_name(device: object) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ace_moe.lab.compare.advice import advise, usable
+from ace_moe.lab.compare.verdict import advise
 
 
 def cell(method: str, gain: str, budget: float, kl: float, perplexity: float = 10.0) -> dict[str, Any]:

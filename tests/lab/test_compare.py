@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from ace_moe.demo import MODEL, TEXT
 from ace_moe.errors import OptionError, OutputError, PolicyError, ResultError
 from ace_moe.files import file_hash
-from ace_moe.lab.compare.compare import against, compare, score_of
+from ace_moe.lab.compare.cells import compare
 from ace_moe.lab.compare.grid import FIRST, Grid, first_methods, parse_gains, parse_method, parse_methods, written
 from ace_moe.lab.compare.store import open_results, read_json, write_json
 from ace_moe.lab.compare.subject import Subject
@@ -124,7 +124,7 @@ def test_cells_hold_what_was_measured(subject: Subject, tmp_path: Path) -> None:
     assert set(cells) == {(m, g, b) for m in ("share", "ace") for g in ("kept", "power") for b in (0.3, 0.5)}
     for cell in cells.values():
         assert abs(cell["realised"] - cell["budget"]) < 0.003
-        assert cell["perplexity"] == score_of(cell).perplexity
+        assert cell["perplexity"] == losses_of(cell).perplexity
         assert cell["interval"][0] < cell["perplexity"] < cell["interval"][1]
         assert cell["change"]["value"] == pytest.approx(cell["perplexity"] / results["dense"]["perplexity"] - 1)
         assert set(cell["layers"]) == set("012345")

@@ -23,7 +23,7 @@ from ace_moe.demo import MODEL, TEXT
 from ace_moe.engines.vllm.settings import Settings
 from ace_moe.errors import PlanError, TextError
 from ace_moe.lab.tune import factors, tune
-from ace_moe.lab.tune.evidence import Part, log_kl
+from ace_moe.lab.tune.evidence import TextPart, log_kl
 from ace_moe.lab.tune.trials import Trials
 from ace_moe.lab.tune.tuning import _identity
 from ace_moe.mapping.passes import observe
@@ -143,8 +143,8 @@ def test_a_ratio_that_was_missed_neither_helps_nor_harms(level: float, slope: fl
     def rows(ratios: list[float]) -> list[list[list[float]]]:
         return [[[math.exp(level + slope * r), 0.0, 0.0, r] for r in ratios]]
 
-    exact = log_kl(rows(budgets), budgets, Part(0, 1))
-    moved = log_kl(rows([b + m for b, m in zip(budgets, missed, strict=True)]), budgets, Part(0, 1))
+    exact = log_kl(rows(budgets), budgets, TextPart(0, 1))
+    moved = log_kl(rows([b + m for b, m in zip(budgets, missed, strict=True)]), budgets, TextPart(0, 1))
     assert moved == pytest.approx(exact, abs=1e-6) == pytest.approx(level + slope * 0.5, abs=1e-6)
 
 

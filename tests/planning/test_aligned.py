@@ -14,7 +14,7 @@ import zoo
 from ace_moe import ACE, build_plan, rule
 from ace_moe.engines.vllm.settings import check_policy
 from ace_moe.errors import BudgetError, IntegrationError, PolicyError
-from ace_moe.lab.compare.compare import compare
+from ace_moe.lab.compare.cells import compare
 from ace_moe.lab.compare.grid import Grid, parse_gains
 from ace_moe.lab.compare.subject import Subject, facts
 from ace_moe.mapping import map_budgets

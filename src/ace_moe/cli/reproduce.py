@@ -22,7 +22,7 @@ from .outputs import check_folder
 from .terminal import note, out, print_json, say
 
 if TYPE_CHECKING:
-    from ..lab.reproduce import Setup, Step, Table
+    from ..lab.reproduce import CommandStep, PaperTable, Setup
 
 STATE = "reproduce.json"
 WIDEST = 8  # columns of a table in a terminal
@@ -57,7 +57,7 @@ def reproduce(
     """
     from ..checkpoint.model import called
     from ..lab.reproduce import Setup, tables
-    from ..lab.reproduce.reading import filled
+    from ..lab.reproduce.filled import filled
 
     check_texts((text, *(workload or ())), window, tokens, batch)
     check_folder(folder)
@@ -88,13 +88,13 @@ def reproduce(
 # ---- before ---------------------------------------------------------------------------------------------------------------
 
 
-def _listed(table: Table) -> dict[str, Any]:
+def _listed(table: PaperTable) -> dict[str, Any]:
     told = [{"command": f"ace {' '.join(s.argv)}", "needs": s.needs, "lacks": s.lacks} for s in table.steps]
     steps = [{"name": s.name, **more} for s, more in zip(table.steps, told, strict=True)]
     return {"table": table.name, "cells": len(table.cells), "steps": steps}
 
 
-def _outlook(setup: Setup, wanted: list[Table]) -> Any:
+def _outlook(setup: Setup, wanted: list[PaperTable]) -> Any:
     """Cells, time and needs of each table, before anything runs."""
     a_pass = _seconds(setup)
     rows = []
@@ -135,9 +135,9 @@ def _span(seconds: float) -> str:
 # ---- running --------------------------------------------------------------------------------------------------------------
 
 
-def _run(setup: Setup, wanted: list[Table]) -> dict[str, Any]:
+def _run(setup: Setup, wanted: list[PaperTable]) -> dict[str, Any]:
     """Every step once, in order; those that ended before, with the same arguments, are not run again."""
-    from ..lab.reproduce.reading import done
+    from ..lab.reproduce.filled import done
 
     setup.folder.mkdir(parents=True, exist_ok=True)
     state = _state(setup.folder)
@@ -163,7 +163,7 @@ def _state(folder: Path) -> dict[str, Any]:
     return found
 
 
-def _try(step: Step, state: dict[str, Any]) -> None:
+def _try(step: CommandStep, state: dict[str, Any]) -> None:
     """A command that refuses is named with its reason, and the others go on."""
     start = time.perf_counter()
     try:
@@ -212,7 +212,7 @@ def _parts(found: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
     return [[c for c in found if c["column"].split()[-1] == kind] for kind in kinds] if wide else [found]
 
 
-def _page(wanted: list[Table], found: dict[str, list[dict[str, Any]]]) -> str:
+def _page(wanted: list[PaperTable], found: dict[str, list[dict[str, Any]]]) -> str:
     """The same as a document, with the reason of every cell that is empty and the command behind each table."""
     parts = ["# The paper's tables\n\nOurs, and in brackets what the paper printed for this model, where it has it.\n"]
     for table in wanted:

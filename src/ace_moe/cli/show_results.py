@@ -19,7 +19,7 @@ OFF = 0.005  # a realised ratio this far from the budget is marked
 
 def print_compare(console: Console, results: dict[str, Any], rival: str | None = None) -> None:
     """One table for each gain: methods down, budgets across, the best of a column in bold."""
-    from ..lab.compare.compare import against
+    from ..lab.compare.verdict import against
 
     for gain in results["grid"]["gains"]:
         console.print(_compare_table(results, gain))
@@ -31,7 +31,7 @@ def print_compare(console: Console, results: dict[str, Any], rival: str | None =
 
 def _compare_table(results: dict[str, Any], gain: str) -> Table:
     """KL and perplexity of each method, first the nearest to the unskipped model at the budget next to 50 % that it has."""
-    from ..lab.compare.compare import kl_of
+    from ..lab.compare.verdict import kl_of
 
     cells = {(c["method"], c["budget"]): c for c in results["cells"] if c["gain"] == gain}
     kls = {key: kl_of(cell) for key, cell in cells.items()}
@@ -106,9 +106,9 @@ def correlation_table(found: dict[str, dict[str, dict[str, float]]]) -> Table:
 
 
 def print_perplexity(console: Console, results: dict[str, Any], protocol: str, window: int) -> None:
-    from ..scoring.statistics import Interval, said
+    from ..scoring.statistics import Interval
 
-    bounds = said(Interval(results["perplexity"], *results["interval"]))
+    bounds = Interval(results["perplexity"], *results["interval"])
     say(
         f"perplexity {results['perplexity']:.4f} ({bounds}); protocol {protocol}, "
         f"{results['windows']} windows of {window:,} tokens, {results['targets']:,} counted",

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import OptionError
+from ..files import file_hash
 from . import options as opt
 from . import show
 from .app import command
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
     from ..engines.traces import Trace
     from ..lab.traffic.simulate import Simulation
     from ..lab.traffic.timing import Cost
-
 
 USUAL = (1, 8, 32)  # sequences of a decode step
 BATCH = "Sequences of a decode step. Default: 1,8,32, as far as the trace has requests."
@@ -57,7 +57,7 @@ def trace(
     """
     from ..checkpoint.loading import load_windows
     from ..engines.traces.file import save_trace
-    from ..lab.traffic.reading import read
+    from ..lab.traffic.tracing import read
 
     check_output(output, "trace", text, plan)
     check_texts([text], window, tokens, batch)
@@ -110,7 +110,7 @@ def simulate(
     Thresholds are quantiles of the trace. Steps are drawn from different requests.
     """
     from ..decider.settings import policy_for
-    from ..lab.compare.store import SCHEMA, write_json
+    from ..lab.store import SIMULATE, ResultsFile, begin_run, put
     from ..lab.traffic.simulate import Simulation
     from ..lab.traffic.timing import cost_of
     from ..plan import Plan
@@ -126,13 +126,17 @@ def simulate(
     taus = {budget: simulation.threshold(budget) for budget in wanted}
     rows = [_row(simulation, budget, taus[budget], size, seed, ranks, cost) for size in sizes for budget in wanted]
     facts = {"trace": trace.name, "model": found.model, "tokens": len(found), "under": found.shared()}
-    results = {**facts, "policy": made.settings, "seed": seed, "rows": rows}
+    facts |= {"policy": made.settings, "seed": seed}
     if output is not None:
         record = provenance(inputs=made_of(trace, plan, bench))
-        head = {"schema": SCHEMA, "kind": "simulate", "command": record["command"]}
-        write_json(output, {**head, **results, "provenance": record})
+        files = {name: None if path is None else file_hash(path) for name, path in (("trace", trace), ("plan", plan))}
+        file = ResultsFile(output, SIMULATE, {**files, "policy": made.settings, "seed": seed, "ranks": ranks})
+        with file.changed() as results:
+            begin_run(results, {**facts, "command": record["command"], "provenance": record})
+            for row in rows:
+                put(results.setdefault("rows", []), row, ("batch", "skip"), newer=True)
     if as_json:
-        return print_json(results)
+        return print_json({**facts, "rows": rows})
     out.print(_table(made.key, rows))
     under = ", ".join(f"{n:,} under {skip}" for skip, n in found.shared().items())
     say(f"{trace}: {len(found):,} tokens of {len(found.requests.unique())} requests ({under}), computed.")

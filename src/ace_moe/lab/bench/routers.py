@@ -70,7 +70,7 @@ def mean_union(logits: Tensor, k: int, batch: int) -> float:
 
 
 @dataclass(frozen=True)
-class Router:
+class RandomRouter:
     """A router of `experts` experts, k a token: logits spread by s, ρ of their variance common to all tokens."""
 
     kind: str
@@ -80,7 +80,7 @@ class Router:
     skew: float = 0.0
 
     @classmethod
-    def like(cls, kind: str, experts: int, k: int, union: float | None = None) -> Router:
+    def like(cls, kind: str, experts: int, k: int, union: float | None = None) -> RandomRouter:
         """Fitted: `union` is what 16 tokens read where routing is skewed."""
         check_kind(kind, union)
         flat = cls(kind, experts, k)
@@ -139,7 +139,7 @@ class Router:
 
 
 @cache
-def _simulated_union(router: Router, batch: int) -> float:
+def _simulated_union(router: RandomRouter, batch: int) -> float:
     return sum(mean_union(logits, router.k, batch) for logits in router.draws(batch)) / DRAWS
 
 
@@ -149,10 +149,10 @@ def default_union(experts: int, k: int) -> float:
 
 
 @torch.no_grad()
-def shape_routers(model: PreTrainedModel, kind: str, union: float | None = None) -> Router | None:
+def shape_routers(model: PreTrainedModel, kind: str, union: float | None = None) -> RandomRouter | None:
     """Give a random model's routers this routing, each layer fitted on what reaches it; None: left as they are."""
     sites = MoEModel.of(model).sites
-    router = Router.like(kind, sites[0].num_experts, sites[0].top_k, union)
+    router = RandomRouter.like(kind, sites[0].num_experts, sites[0].top_k, union)
     if kind == UNIFORM:
         return None
     embeddings = model.get_input_embeddings().weight
@@ -167,7 +167,7 @@ def shape_routers(model: PreTrainedModel, kind: str, union: float | None = None)
 
 
 @contextmanager
-def _fitted(owners: list[nn.Module], router: Router) -> Iterator[None]:
+def _fitted(owners: list[nn.Module], router: RandomRouter) -> Iterator[None]:
     """Inside, each router gets its weights when a pass reaches it: what comes before it routes as it will."""
 
     def fit(seed: int, module: nn.Module, args: tuple[Tensor, ...]) -> None:
@@ -180,7 +180,7 @@ def _fitted(owners: list[nn.Module], router: Router) -> Iterator[None]:
         yield
 
 
-def weights(router: Router, x: Tensor, seed: int) -> Tensor:
+def weights(router: RandomRouter, x: Tensor, seed: int) -> Tensor:
     """Router weights [E, d] that give inputs like x [T, d] the router's logits.
 
     Biases lie along the inputs' mean, which every token has in it; the rest of the weights does not look there.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -19,10 +19,11 @@ from ...engines.transformers.experts import UNRULED
 from ...errors import IntegrationError, OptionError
 from ...mapping.fit import bisect
 from ...plan import Plan
+from ...provenance import provenance
 from ...tables.build import build_plan
 from ...text import Windows
+from .fidelity import fidelity
 from .latency import STEPS, Generated, Loop, Prompt, Steps, Timing, once
-from .quality import fidelity
 from .routing import Expected, Routed, observe
 from .tokens import random_tokens, text_tokens
 
@@ -242,10 +243,8 @@ def read_rate(device: torch.device) -> float | None:
     return big.numel() * 4 / min(times) / 1e9
 
 
-def result(
-    record: Mapping[str, Any], rows: Sequence[Row], ceiling: float | None = None, **facts: Any
-) -> dict[str, Any]:
-    """What is stored; `record` says what made it."""
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-    machine = {"command": record["command"], "device": device, "torch": torch.__version__, "provenance": record}
-    return {**machine, "read_tb_s": ceiling, **facts, "rows": [asdict(r) for r in rows]}
+def describe(device: torch.device, inputs: Mapping[str, str]) -> dict[str, Any]:
+    """Collect what is stored beside the rows."""
+    record, name = provenance(device, inputs), "cpu" if device.type == "cpu" else torch.cuda.get_device_name(device)
+    machine = {"device": name, "torch": torch.__version__, "read_tb_s": read_rate(device)}
+    return {"command": record["command"], **machine, "provenance": record}

@@ -12,8 +12,8 @@ from ...policies import POLICIES, PRESETS, Policy, find, make
 from ...policies import parse as parse_method
 from ...policies.base import ALIGNED
 from ...rule import GAINS
+from .verdict import CITED
 
-CITED = "cited"  # each method with the gain of its own paper
 FIRST = ("fixed", "share", "share:squared=true", "top_p:squared=true", "ace", "paper")  # where none are named
 SMALLEST_STEP = 0.2  # under it one slot of a token is all there is to skip
 
@@ -51,13 +51,13 @@ class Grid:
         return self.gains if own is None else (CITED,) if CITED in self.gains else (str(own),)
 
     def budgets_of(self, method: str) -> tuple[float, ...]:
-        if self.steps and class_of(method).stepwise:
+        if self.steps and made(method).stepwise:
             return self.steps
         return tuple(sorted({*self.budgets, *self.steps}))
 
     def stepped(self, top_k: int) -> Grid:
         """With the steps of 1/k, where a method is compared that knows no others."""
-        if not any(class_of(method).stepwise for method in self.methods):
+        if not any(made(method).stepwise for method in self.methods):
             return self
         steps = tuple(n / top_k for n in range(1, top_k) if SMALLEST_STEP <= n / top_k <= max(self.budgets))
         return replace(self, steps=steps)
@@ -67,15 +67,19 @@ class Grid:
         gains = {} if gain == CITED or parse_method(method)[0] in PRESETS else {"gain": gain}
         return made(method, **self.safeguards, **gains)
 
+    def servable(self) -> dict[str, str]:
+        """Methods that every engine serves without a text of their own, and how each is asked for: policy or preset."""
+        policies = {method: made(method) for method in self.methods}
+        return {
+            method: "preset" if parse_method(method)[0] in PRESETS else "policy"
+            for method, policy in policies.items()
+            if policy.servable and not policy.calibrated
+        }
+
     @property
     def calibrated(self) -> bool:
-        """Whether any of the methods needs a text."""
-        return ALIGNED in self.gains or any(class_of(method).calibrated for method in self.methods)
-
-
-def class_of(method: str) -> type[Policy]:
-    name, _ = parse_method(method)
-    return type(PRESETS[name]) if name in PRESETS else find(name)
+        """True if any of the methods needs a text."""
+        return ALIGNED in self.gains or any(made(method).calibrated for method in self.methods)
 
 
 def made(method: str, **settings: Any) -> Policy:

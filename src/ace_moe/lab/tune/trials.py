@@ -19,7 +19,7 @@ from ...scoring.predictions import predict, window_nll
 from ...tables.build import add_tables
 from ...text import Windows, windows_of
 from .candidates import key_of, shape_of
-from .evidence import Part, log_kl
+from .evidence import TextPart, log_kl
 
 LOOKED_AT = 4  # windows of the dense pass that thresholds come from
 
@@ -44,7 +44,7 @@ class Trials:
             return False
         return True
 
-    def ranked(self, policies: Iterable[TokenPolicy], part: Part) -> list[TokenPolicy]:
+    def ranked(self, policies: Iterable[TokenPolicy], part: TextPart) -> list[TokenPolicy]:
         return sorted(policies, key=lambda p: log_kl(self.journal.rows[key_of(p)], self.budgets, part))
 
     def look(self, policies: Sequence[TokenPolicy]) -> None:

@@ -30,7 +30,7 @@ from ...text import Windows
 from ...version import __version__
 from . import candidates, factors
 from .candidates import BASELINE, key_of, varied
-from .evidence import Evidence, Part, log_kl, loss
+from .evidence import Evidence, TextPart, log_kl, loss
 from .trials import Trials
 
 ROUNDS = (2, 4, 6)  # windows that a stage's candidates have read after each round
@@ -149,7 +149,7 @@ class Search(Trials):
             count = min(count, self.chosen_on)
             for policy in left:
                 self.measure(policy, count)
-            left = self.ranked(left, Part(0, count))[: max(BEST, math.ceil(len(left) / KEPT))]
+            left = self.ranked(left, TextPart(0, count))[: max(BEST, math.ceil(len(left) / KEPT))]
         return left[:BEST]
 
     def _most(self, mean: bool, aligned: bool) -> int:
@@ -213,7 +213,7 @@ class Search(Trials):
     def choose(self, best: Sequence[TokenPolicy]) -> tuple[TokenPolicy, TokenPolicy]:
         """(choice, runner-up): the least KL, among equals the least perplexity; never what is worse than the gate share on the
         windows that were held out."""
-        part, held = Part(0, self.chosen_on), Part(self.chosen_on, self.every)
+        part, held = TextPart(0, self.chosen_on), TextPart(self.chosen_on, self.every)
         rows = {p: self.journal.rows[key_of(p)] for p in (*best, BASELINE)}
         order = self.ranked(best, part)
         least = log_kl(rows[order[0]], self.budgets, part)
@@ -227,16 +227,16 @@ class Search(Trials):
 
     def evidence(self, choice: TokenPolicy, runner_up: TokenPolicy) -> dict[str, Any]:
         """On the windows that were held out; the unskipped model's loss beside."""
-        tell = self._evidence(Part(self.chosen_on, self.every))
+        tell = self._evidence(TextPart(self.chosen_on, self.every))
         whole = {"choice": choice, "runner_up": runner_up, "baseline": BASELINE}
         found = {name: tell.of(policy, BASELINE) for name, policy in whole.items()}
         return {**found, "candidates": len(self.journal.rows), "held_out": tell.size}
 
-    def _evidence(self, part: Part) -> Evidence:
+    def _evidence(self, part: TextPart) -> Evidence:
         return Evidence(self.journal, self.budgets, part, self.windows.ids.shape[1] - 1)
 
     def table(self) -> list[dict[str, Any]]:
         """Every candidate with its KL on the windows it has read, furthest first, then best first."""
-        tell = self._evidence(Part(0, self.chosen_on))
+        tell = self._evidence(TextPart(0, self.chosen_on))
         rows = [tell.row(policy) for policy in self.policies.values()]
         return sorted(rows, key=lambda row: (-row["windows"], row["log_kl"]))

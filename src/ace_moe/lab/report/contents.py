@@ -1,4 +1,4 @@
-"""Results files as the page reads them: what each kind must hold. Files are edited, cut and mixed up."""
+"""What each kind of results file must hold for the page to show it. Files are edited, cut and mixed up."""
 
 from __future__ import annotations
 
@@ -10,12 +10,7 @@ from typing import Any
 from ...errors import ResultError, brief
 from ...files import expand
 from ...schema import Schema, items, maybe, number, record, text, values
-from ..compare.compare import KIND as COMPARE
-from ..compare.store import read_json
-from ..compare.thresholds import KIND as THRESHOLDS
-
-EVAL, SIMULATE, BENCH = "eval", "simulate", "bench"
-Results = dict[str, Any]
+from ..store import BENCH, COMPARE, EVAL, SIMULATE, THRESHOLDS, Results, read_results
 
 SHARE, ANY, COUNT = number(0, 1), number(), number(1, whole=True)
 BOUNDS = items(maybe(ANY), 2, 2)
@@ -53,6 +48,7 @@ COMPARED = record(
         "tables": values(values(items(ANY))),
     },
     {
+        "servable": values(text),
         "refused": values(record({"budgets": items(SHARE), "reason": text})),
         "oracle": values(values(values(ANY))),
         "identity": record({}, {"safeguards": record({}, {"min_active": COUNT, "min_mass": SHARE})}),
@@ -95,38 +91,31 @@ KINDS: dict[str, Schema] = {
 
 
 def read(path: Path) -> tuple[str, Results]:
-    """(kind, results) of a file that one of our commands wrote."""
-    kind = kind_of(path)
-    found = read_json(path, kind) if kind != BENCH else json.loads(expand(path).read_text(encoding="utf-8"))
+    """Read (kind, results) of a file that one of our commands wrote, and check all of it."""
     try:
-        KINDS[kind](found, "the file")
-        _check_numbers(found)
+        content = json.loads(expand(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        content = None
+    kind = content.get("kind") if isinstance(content, dict) else None
+    if not isinstance(kind, str) or kind not in KINDS:
+        raise ResultError(
+            f"{path} is not a results file. Give files of `ace compare`, `ace study thresholds`, `ace eval`, `ace simulate` "
+            "or `ace bench`."
+        )
+    results = read_results(path, kind)
+    try:
+        KINDS[kind](results, "the file")
+        _check_numbers(results)
     except (ValueError, RecursionError) as error:
         raise ResultError(
             f"{path} was changed since `ace {kind}` wrote it: {brief(error)}. Run the command again, into a new file."
         ) from error
-    return kind, found
-
-
-def kind_of(path: Path) -> str:
-    """What made a results file."""
-    try:
-        found = json.loads(expand(path).read_text(encoding="utf-8")) if expand(path).is_file() else {}
-        timed = str(found.get("command")).startswith(f"ace {BENCH} ")  # these files name no kind
-        kind = found.get("kind", BENCH if timed else None)
-    except (OSError, ValueError, AttributeError, RecursionError):
-        kind = None
-    if not isinstance(kind, str) or kind not in KINDS:
-        raise ResultError(
-            f"{path} is no results file. Give files of `ace compare`, `ace study thresholds`, `ace eval`, `ace simulate` or "
-            "`ace bench`."
-        )
-    return kind
+    return kind, results
 
 
 def _check_numbers(value: Any) -> None:
-    """JSON has no NaN, though Python reads and writes one."""
+    """Refuse NaN: JSON has none, though Python reads and writes it."""
     if isinstance(value, float) and not math.isfinite(value):
-        raise ValueError(f"{value} is no number")
+        raise ValueError(f"{value} is not a number")
     for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
         _check_numbers(item)

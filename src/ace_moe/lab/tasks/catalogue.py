@@ -1,4 +1,4 @@
-"""Tasks: what a question looks like in a file, how it is asked, and the paper's settings.
+"""Tasks: the fields of a question in a file, how it is asked and judged, and the paper's settings.
 
 Each task has rows of its own shape in a local .jsonl file; without a file the harness fetches its own copy from the hub.
 The paper's settings: zero-shot, greedy, at most 1,024 generated tokens for ARC and PIQA and 2,048 for the others.
@@ -6,33 +6,23 @@ The paper's settings: zero-shot, greedy, at most 1,024 generated tokens for ARC 
 
 from __future__ import annotations
 
-import hashlib
 import json
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ... import progress
-from ...ace import ACE
-from ...checkpoint.model import called
-from ...errors import OptionError, ResultError, TaskError, brief
+from ...errors import OptionError, TaskError, brief
 from ...files import expand
-from ...provenance import provenance
-from ...scoring.statistics import mean_difference, mean_interval
-from ..compare.store import begin_run, open_results, write_json
 from .answers import boxed, last_number, program, same_answer
 from .sandbox import passes
 
-KIND = "eval"
 SHORT, LONG = 1024, 2048  # generated tokens, as in the paper
 Row = Mapping[str, Any]
-Results = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Task:
+class TaskSpec:
     """`ask` makes the prompt of a row. A choice is scored by likelihood, a text by `right(row, text)`."""
 
     name: str
@@ -58,9 +48,9 @@ def _question(row: Row) -> str:
     return f"{query if query.startswith('Question:') else f'Question: {query}'}\nAnswer:"
 
 
-def _multiple_choice(name: str, cap: int = SHORT, **hub: str) -> Task:
+def _multiple_choice(name: str, cap: int = SHORT, **hub: str) -> TaskSpec:
     answers: dict[str, Any] = {"choices": lambda row: list(row["choices"]), "gold": lambda row: int(row["gold"])}
-    return Task(name, ("query", "choices", "gold"), _question, **answers, cap=cap, hub=hub)
+    return TaskSpec(name, ("query", "choices", "gold"), _question, **answers, cap=cap, hub=hub)
 
 
 CODE_STOPS = ("\nclass", "\ndef", "\n#", "\nif", "\nprint")
@@ -68,7 +58,7 @@ EVERY = (
     _multiple_choice("arc_challenge", lm_eval="arc_challenge", evalscope="arc:ARC-Challenge"),
     _multiple_choice("arc_easy", lm_eval="arc_easy", evalscope="arc:ARC-Easy"),
     _multiple_choice("gpqa_diamond", LONG, lm_eval="gpqa_diamond_zeroshot", evalscope="gpqa_diamond"),
-    Task(
+    TaskSpec(
         "piqa",
         ("goal", "sol1", "sol2", "label"),
         lambda row: f"Question: {row['goal']}\nAnswer:",
@@ -77,7 +67,7 @@ EVERY = (
         cap=SHORT,
         hub={"lm_eval": "piqa", "evalscope": "piqa"},
     ),
-    Task(
+    TaskSpec(
         "sciq",
         ("question", "distractor1", "distractor2", "distractor3", "correct_answer", "support"),
         lambda row: f"{row['support']}\nQuestion: {row['question']}\nAnswer:".lstrip(),
@@ -86,7 +76,7 @@ EVERY = (
         cap=SHORT,
         hub={"lm_eval": "sciq", "evalscope": "sciq"},
     ),
-    Task(
+    TaskSpec(
         "lambada",
         ("text",),
         lambda row: row["text"].rpartition(" ")[0],
@@ -94,7 +84,7 @@ EVERY = (
         cap=SHORT,
         hub={"lm_eval": "lambada_openai"},
     ),
-    Task(
+    TaskSpec(
         "gsm8k",
         ("question", "answer"),
         lambda row: f"Question: {row['question']}\nAnswer:",
@@ -102,7 +92,7 @@ EVERY = (
         stop=("Question:",),
         hub={"lm_eval": "gsm8k", "evalscope": "gsm8k"},
     ),
-    Task(
+    TaskSpec(
         "math_500",
         ("problem", "answer"),
         lambda row: f"Problem: {row['problem']}\nPut the final answer into \\boxed{{}}.\nSolution:",
@@ -110,7 +100,7 @@ EVERY = (
         stop=("Problem:",),
         hub={"lm_eval": "hendrycks_math500", "evalscope": "math_500"},
     ),
-    Task(
+    TaskSpec(
         "humaneval",
         ("prompt", "test", "entry_point"),
         lambda row: row["prompt"],
@@ -119,7 +109,7 @@ EVERY = (
         runs_code=True,
         hub={"dataset": "openai/openai_humaneval", "evalscope": "humaneval"},
     ),
-    Task(
+    TaskSpec(
         "live_code_bench",
         (),
         lambda row: "",
@@ -141,8 +131,8 @@ def parse_tasks(text: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for part in named for name in (PAPER if part == "paper" else (part,))))
 
 
-def check_source(task: Task, harness: str, local: bool) -> None:
-    """Whether this harness can ask the task, found out before a model is loaded."""
+def check_source(task: TaskSpec, harness: str, local: bool) -> None:
+    """Refuse a task that this harness cannot ask, before a model is loaded."""
     names = {"lm-eval": ("lm_eval", "dataset"), "evalscope": ("evalscope",)}[harness]
     if not local and not any(name in task.hub for name in names):
         other = "evalscope" if harness == "lm-eval" else "lm-eval"
@@ -151,8 +141,8 @@ def check_source(task: Task, harness: str, local: bool) -> None:
         )
 
 
-def find_file(task: Task, folder: Path | None) -> Path | None:
-    """The task's file in a folder of local data; None without a folder."""
+def find_file(task: TaskSpec, folder: Path | None) -> Path | None:
+    """Find the task's file in a folder of local data; None without a folder."""
     if folder is None:
         return None
     names = FILES.get(task.name, (task.name,))
@@ -164,12 +154,12 @@ def find_file(task: Task, folder: Path | None) -> Path | None:
     return found[0]
 
 
-def read_rows(task: Task, path: Path) -> list[Row]:
-    """The questions of a local file, each checked for the fields the task reads."""
+def read_rows(task: TaskSpec, path: Path) -> list[Row]:
+    """Read the questions of a local file, each checked for the fields the task reads."""
     try:
         rows = [json.loads(line) for line in path.read_text(encoding="utf-8-sig").split("\n") if line.strip()]
     except (ValueError, RecursionError) as error:
-        raise TaskError(f"{path}: each line must be a JSON object ({brief(error)}). Mend the file.") from error
+        raise TaskError(f"{path}: each line must be a JSON object ({brief(error)}). Fix the file.") from error
     for number, row in enumerate(rows, start=1):
         missing = [name for name in task.fields if not isinstance(row, dict) or name not in row]
         if missing:
@@ -182,119 +172,16 @@ def read_rows(task: Task, path: Path) -> list[Row]:
     return rows
 
 
-def _check_row(task: Task, row: Row, where: str) -> None:
-    """Whether it can be asked and judged, tried now: a harness would find out after the model is loaded."""
+def _check_row(task: TaskSpec, row: Row, where: str) -> None:
+    """Ask and judge a question once, now: a harness would find a fault after the model is loaded."""
     try:
         words = [task.last_word(row)] if task.last_word else []
         texts = [task.ask(row), *(task.choices(row) if task.choices else words)]
         if not all(isinstance(text, str) for text in texts):
-            raise TypeError("a text is none")
+            raise TypeError("a text is missing")
         if task.choices and task.gold and not 0 <= task.gold(row) < len(texts) - 1:
             raise ValueError(f"answer {task.gold(row)} of {len(texts) - 1} choices")
     except (ValueError, TypeError, AttributeError, KeyError, OverflowError) as error:
         raise TaskError(
-            f"{where}: this is no question of {task.name} ({type(error).__name__}: {brief(error)}). Mend the file."
+            f"{where}: this is not a question of {task.name} ({type(error).__name__}: {brief(error)}). Fix the file."
         ) from error
-
-
-# ---- a run --------------------------------------------------------------------------------------------------------
-
-
-class Harness(ABC):
-    """lm-eval or EvalScope. `model` is the harness's own kind of model with our plan in it."""
-
-    model: Any
-
-    @property
-    def ace(self) -> ACE:
-        return self.model.ace
-
-    def set_skip(self, skip: float) -> None:
-        self.ace.set_skip(skip)
-        self.ace.reset()
-
-    @abstractmethod
-    def ask(self, name: str, rows: Sequence[Row] | None, limit: int | None) -> tuple[str, list[float]]:
-        """The metric's name and its value for each question; `rows` None takes the harness's own data."""
-
-    @property
-    def realised(self) -> float:
-        return self.ace.realised
-
-
-def evaluate(
-    harness: Harness,
-    tasks: Sequence[str],
-    skips: Sequence[float],
-    rows: Mapping[str, Sequence[Row] | None],
-    limit: int | None,
-    path: Path,
-    identity: Results,
-    facts: Results,
-) -> Results:
-    """Every task at every budget that is not in the file yet; each cell is written as soon as it is there."""
-    results = open_results(path, KIND, identity) | {k: v for k, v in facts.items() if k != "provenance"}
-    results.setdefault("cells", [])
-    _same_questions(results, {task: _questions(rows.get(task)) for task in tasks}, path)
-    number = begin_run(results, facts.get("provenance", {}))
-    with progress.task("tasks", len(skips) * len(tasks)) as bar:
-        for skip in sorted(skips):  # the unskipped model first: the others are compared with it
-            for task in tasks:
-                if find_cell(results, task, skip) is None:
-                    harness.set_skip(skip)
-                    metric, questions = harness.ask(task, rows.get(task), limit)
-                    cell = _cell(task, skip, metric, questions)
-                    results["cells"].append(cell | {"realised": harness.realised, "run": number})
-                    _compare(results)
-                    write_json(path, results)
-                bar.advance()
-    return results
-
-
-def _questions(rows: Sequence[Row] | None) -> str:
-    """What was asked: the sha256 of the questions, or that they are the harness's own."""
-    if rows is None:
-        return "the harness's"
-    return hashlib.sha256(json.dumps(list(map(dict, rows)), sort_keys=True).encode()).hexdigest()
-
-
-def _same_questions(results: Results, asked: Mapping[str, str], path: Path) -> None:
-    """Cells of one task are of the same questions; a file may be continued with other tasks."""
-    had = results.setdefault("questions", {})
-    for task, now in asked.items():
-        if any(cell["task"] == task for cell in results["cells"]) and had.get(task) != now:
-            raise ResultError(
-                f"{path} holds another measurement: the questions of {task} are other ones. Choose another file with --out, or "
-                "delete this one."
-            )
-    had.update(asked)
-
-
-def facts(model: str, device: object = "cpu", inputs: Mapping[str, str] | None = None) -> Results:
-    """What a reader of the results needs to know about the run."""
-    made = provenance(device, inputs)
-    versions = {"ace_moe": made["version"], **{n: made["libraries"].get(n) for n in ("torch", "transformers")}}
-    about = {"model": {"name": called(model)}, "environment": versions, "command": made["command"]}
-    return {**about, "provenance": made}
-
-
-def describe(settings: Results, harness: str) -> str:
-    return f"policy {settings['policy']}, gain {settings['gain']}, through {harness}"
-
-
-def find_cell(results: Results, task: str, skip: float) -> Results | None:
-    return next((c for c in results["cells"] if (c["task"], c["skip"]) == (task, skip)), None)
-
-
-def _cell(task: str, skip: float, metric: str, questions: list[float]) -> Results:
-    interval = mean_interval(questions)
-    scored = {"value": interval.value, "interval": [interval.low, interval.high], "change": None}
-    return {"task": task, "skip": skip, "metric": metric, **scored, "questions": questions}
-
-
-def _compare(results: Results) -> None:
-    """Every budget with the unskipped model, also where that was asked in a later run."""
-    for cell in results["cells"]:
-        dense = find_cell(results, cell["task"], 0.0)
-        if dense and cell["skip"] and cell["change"] is None:
-            cell["change"] = asdict(mean_difference(cell["questions"], dense["questions"]))

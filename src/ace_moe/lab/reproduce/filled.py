@@ -7,13 +7,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from .tables import Cell, Step, Table
+from .tables import CommandStep, PaperCell, PaperTable
 
 Found = dict[str, Any]
 WAITING = "not measured yet"
 
 
-def stored(folder: Path, step: Step) -> Any:
+def stored(folder: Path, step: CommandStep) -> Any:
     """What the step has written so far; None where there is nothing, or no JSON."""
     try:
         return json.loads((folder / step.file).read_text(encoding="utf-8"))
@@ -21,7 +21,7 @@ def stored(folder: Path, step: Step) -> Any:
         return None
 
 
-def done(folder: Path, step: Step, ran: Mapping[str, Any]) -> bool:
+def done(folder: Path, step: CommandStep, ran: Mapping[str, Any]) -> bool:
     """Whether the step needs no run: the same command has ended, and what it wrote is there and whole."""
     if ran.get(step.name) != list(step.argv) or not (folder / step.file).is_file():
         return False
@@ -34,7 +34,7 @@ def done(folder: Path, step: Step, ran: Mapping[str, Any]) -> bool:
         return False
 
 
-def filled(folder: Path, table: Table, refused: Mapping[str, str]) -> list[Found]:
+def filled(folder: Path, table: PaperTable, refused: Mapping[str, str]) -> list[Found]:
     """Every cell of a table with its value, or with why it has none."""
     files = {step.name: stored(folder, step) for step in table.steps}
     rows = []
@@ -44,7 +44,7 @@ def filled(folder: Path, table: Table, refused: Mapping[str, str]) -> list[Found
     return rows
 
 
-def _value(found: Any, cell: Cell, refused: Mapping[str, str]) -> tuple[float | None, str | None]:
+def _value(found: Any, cell: PaperCell, refused: Mapping[str, str]) -> tuple[float | None, str | None]:
     try:
         value = None if found is None else READERS[str(found.get("kind", "bench"))](found, *cell.place)
     except (KeyError, TypeError, IndexError):
