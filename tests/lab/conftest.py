@@ -92,5 +92,9 @@ def timed(folder: Path) -> Path:
     ways = [("grouped_mm", 0.0, 10.5), ("ace", 0.0, 6.0), ("ace", 0.6, 4.0)]
     rows = [{**common, "path": p, "requested": s, "realised": s, "wall_ms": ms} for p, s, ms in ways]
     path = folder / "latency.json"
-    path.write_text(json.dumps({"command": "ace bench --shape small", "device": "a card", "rows": rows}))
+    path.write_text(
+        json.dumps(
+            {"schema": 1, "kind": "bench", "command": "ace bench --shape small", "device": "a card", "rows": rows}
+        )
+    )
     return path

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
+from ace_moe.lab.compare.grid import Grid
 from ace_moe.lab.compare.verdict import advise
 
 
@@ -21,8 +20,9 @@ def cell(method: str, gain: str, budget: float, kl: float, perplexity: float = 1
     }
 
 
-def results(*cells: dict[str, Any]) -> dict[str, Any]:
-    return {"cells": list(cells), "model": {"name": "m"}, "workload": {"windows": 8, "name": "t.txt"}}
+def results(*cells: dict[str, Any], preset: str = "") -> dict[str, Any]:
+    servable = {c["method"]: "preset" if c["method"] == preset else "policy" for c in cells}
+    return {"cells": list(cells), "servable": servable, "workload": {"windows": 8, "name": "t.txt"}}
 
 
 def test_the_nearest_is_advised_as_far_as_it_is_near() -> None:
@@ -43,31 +43,28 @@ def test_near_equals_are_decided_by_perplexity() -> None:
 
 
 def test_the_command_is_the_method_that_was_measured() -> None:
-    """`cited` is the method's own gain and no gain by itself; a server runs nothing aligned; safeguards go along."""
-    found = advise(
-        results(cell("ace", "cited", 0.3, 0.02), cell("ace", "aligned", 0.3, 0.01))
-        | {"identity": {"safeguards": {"min_active": 2, "min_mass": 0.5}}}
-    )
+    """`cited` is the method's own gain and no gain by itself; safeguards go along; a file's words are quoted."""
+    safeguards = {"identity": {"safeguards": {"min_active": 2, "min_mass": 0.5}}}
+    found = advise(results(cell("ace", "cited", 0.3, 0.02)) | safeguards)
     assert found is not None
     assert found["commands"][0] == (
         "ace plan MODEL --policy ace --min-active 2 --min-mass 0.5 --budgets 0.3 -o plan.safetensors"
     )
-    assert advise(results(cell("ace", "aligned", 0.3, 0.01))) is None
+    found = advise(results(cell("share; rm -r x", "power", 0.3, 0.02)))
+    assert found is not None and "--policy 'share; rm -r x' --gain" in found["commands"][0]
 
 
 def test_far_at_every_budget_says_so() -> None:
-    found = advise(results(cell("paper", "kept", 0.3, 0.2)))
+    found = advise(results(cell("paper", "kept", 0.3, 0.2), preset="paper"))
     assert found is not None and "begin lower" in found["words"] and "--preset paper --budgets" in found["commands"][0]
 
 
-@pytest.mark.parametrize(
-    "method", ["oracle", "xshare", "modes", "share:compensate=mean", "os:system", "nothing", "share:x=1"]
-)
-def test_what_cannot_be_served_is_not_advised(method: str) -> None:
-    assert not usable(method)
-    assert advise(results(cell(method, "power", 0.3, 0.001))) is None
+def test_what_cannot_be_served_is_not_advised() -> None:
+    found = advise(results(cell("share", "power", 0.3, 0.02)) | {"cells": [cell("oracle", "power", 0.3, 0.001)]})
+    assert found is None
 
 
-@pytest.mark.parametrize("method", ["share", "ace:fusion=min", "top_p:squared=true", "paper", "fixed"])
-def test_what_can_be_served_is(method: str) -> None:
-    assert usable(method)
+def test_a_comparison_knows_what_every_engine_serves() -> None:
+    methods = ("share", "ace:fusion=min", "fixed", "paper", "oracle", "xshare", "modes")
+    grid = Grid(methods, (0.5,), ("power",), {})
+    assert grid.servable() == {"share": "policy", "ace:fusion=min": "policy", "fixed": "policy", "paper": "preset"}

@@ -15,14 +15,16 @@ import pytest
 from transformers import PreTrainedModel
 
 from ace_moe.demo import MODEL, TEXT
-from ace_moe.errors import OptionError, OutputError, PolicyError, ResultError
+from ace_moe.errors import OptionError, PolicyError, ResultError
 from ace_moe.files import file_hash
 from ace_moe.lab.compare.cells import compare
-from ace_moe.lab.compare.grid import FIRST, Grid, first_methods, parse_gains, parse_method, parse_methods, written
-from ace_moe.lab.compare.store import open_results, read_json, write_json
+from ace_moe.lab.compare.grid import FIRST, Grid, first_methods, parse_gains, parse_methods, written
 from ace_moe.lab.compare.subject import Subject
+from ace_moe.lab.compare.verdict import against, losses_of
+from ace_moe.lab.store import read_results
 from ace_moe.plan import Plan
 from ace_moe.policies import POLICIES, make
+from ace_moe.policies import parse as parse_method
 from ace_moe.provenance import provenance
 from ace_moe.provenance import read as read_record
 from ace_moe.text import Windows, windows_of
@@ -104,7 +106,7 @@ def test_the_command_compares_the_first_rivals(tmp_path: Path) -> None:
     small = ("--text", TEXT, "--tokens", 128, "--window", 64)
     ran = run_ace("compare", MODEL, *small, "--gains", "power", "--no-correct", "-o", path)
     assert ran.code == 0 and "37.5%" in ran.out, ran.err
-    results = read_json(path, "compare")
+    results = read_results(path, "compare")
     assert results["grid"]["methods"] == list(FIRST) and results["grid"]["gains"] == ["power", "kept"]
     ratios = {(c["method"], c["budget"]): c["realised"] for c in results["cells"]}
     for step in (0.25, 0.375, 0.5):
@@ -199,17 +201,6 @@ def test_paired_rivals(subject: Subject, tmp_path: Path) -> None:
 # ---- the file -----------------------------------------------------------------------------------------------------
 
 
-def test_another_measurement_is_not_continued(tmp_path: Path) -> None:
-    path = tmp_path / "results.json"
-    write_json(path, {"schema": 1, "kind": "compare", "identity": {"text": "a", "window": 8}})
-    assert open_results(path, "compare", {"text": "a", "window": 8})["identity"]["text"] == "a"
-    with pytest.raises(ResultError, match=r"text is 'a' there and 'b' now.*--out"):
-        open_results(path, "compare", {"text": "b", "window": 8})
-    assert open_results(path, "compare", {"workload": None}), "what an earlier release did not know of was not asked"
-    with pytest.raises(ResultError, match="workload"):
-        open_results(path, "compare", {"workload": "code.txt"})
-
-
 def changed_experts(model: PreTrainedModel) -> PreTrainedModel:
     """The same routers over other experts."""
     other = copy.deepcopy(model)
@@ -239,11 +230,11 @@ def test_results_of_two_measurements_cannot_mix(subject: Subject, tmp_path: Path
     results = json.loads(before)
     assert {"model", "experts", "dtype", "device", "protocol", "text", "window", "batch"} <= set(results["identity"])
     for name in ("protocol", "device"):
-        write_json(path, {**results, "identity": {**results["identity"], name: "other"}})
+        path.write_text(json.dumps({**results, "identity": {**results["identity"], name: "other"}}))
         with pytest.raises(ResultError, match=f"{name} is 'other' there"):
             compare(subject, one, path, FACTS)
     del results["identity"]["experts"]
-    write_json(path, results)
+    path.write_text(json.dumps(results))
     with pytest.raises(ResultError, match="experts is 'unknown' there"):
         compare(subject, one, path, FACTS)
 
@@ -265,27 +256,6 @@ def test_nothing_measured_is_no_result(tmp_path: Path) -> None:
     ran = run_ace("compare", MODEL, *options)
     assert ran.code == 1 and "Nothing was measured" in ran.err and "at most 87.5%" in ran.err.replace("\n", " ")
     assert "ace report" not in ran.out
-
-
-@pytest.mark.parametrize(
-    "content", ["", "{", "[]", "{}", '{"kind":"compare"}', '{"kind":"eval","schema":1}', "[" * 100_000]
-)
-def test_files_that_are_no_results(tmp_path: Path, content: str) -> None:
-    path = tmp_path / "results.json"
-    path.write_text(content)
-    with pytest.raises(ResultError, match=r"results\.json"):
-        read_json(path, "compare")
-
-
-def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
-    path = tmp_path / "results.json"
-    write_json(path, {"a": 1})
-    with pytest.raises(ValueError, match="JSON"):
-        write_json(path, {"a": float("nan")})
-    with pytest.raises(OutputError, match="could not be written"):
-        write_json(tmp_path / "no folder" / "results.json", {})
-    assert json.loads(path.read_text()) == {"a": 1}
-    assert [p.name for p in tmp_path.iterdir()] == ["results.json"]
 
 
 def cells_of(path: Path) -> list[dict[str, Any]]:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import copy
+from contextlib import AbstractContextManager
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from transformers import PreTrainedModel
 
-from ace_moe.lab.compare.subject import Recorder, Subject, dense_pass
+from ace_moe.lab.compare.subject import Recorder, Subject
+from ace_moe.mapping.passes import attached
 from ace_moe.plan import Plan
 from ace_moe.policies import make
+from ace_moe.scoring import fidelity
 from ace_moe.scoring.fidelity import Fidelity, Reference, compare
-from ace_moe.scoring.predictions import fidelity, score
+from ace_moe.scoring.predictions import score
 from ace_moe.text import Windows
 
 
@@ -64,9 +68,13 @@ def subject(demo_model: PreTrainedModel, demo_plan: Plan, demo_windows: Windows)
     return Subject(demo_model, demo_plan, demo_windows)
 
 
+def under_share(subject: Subject) -> AbstractContextManager[Any]:
+    return attached(subject.model, subject.plan, make("share"))
+
+
 def test_threshold_zero_is_the_unskipped_model(subject: Subject) -> None:
-    with subject.under(make("share")) as runtime:
-        found = Recorder(runtime, subject).outcome(0.0).score.fidelity
+    with under_share(subject) as runtime:
+        found = Recorder(runtime, subject).outcome(0.0).losses.fidelity
     assert found is not None
     assert found.kl == [0.0] * 4 and found.agreement == [255.0] * 4
     assert found.acceptance == pytest.approx([255.0] * 4, rel=1e-5)
@@ -75,22 +83,22 @@ def test_threshold_zero_is_the_unskipped_model(subject: Subject) -> None:
 def test_kept_and_computed_references_agree(subject: Subject) -> None:
     """From the dense pass, or beside the pass that asks: the same to the bit, and nothing of it is counted or observed."""
     cramped = replace(subject, reference=Reference(room=0))
-    dense_pass(subject, {})
+    score(subject.model, subject.windows, keep=subject.reference)
     found = []
     for one in (subject, cramped):
-        with one.under(make("share")) as runtime:
+        with under_share(one) as runtime:
             passes = Recorder(runtime, one)
             outcome = passes.outcome(0.12)
-            found.append((outcome.score.fidelity, outcome.realised, outcome.experts, passes(0.12).routed))
+            found.append((outcome.losses.fidelity, outcome.realised, outcome.experts, passes(0.12).routed))
     assert found[0] == found[1]
     kl = found[0][0]
     assert isinstance(kl, Fidelity) and all(x > 0 for x in kl.kl)
 
 
 def test_kl_grows_with_the_budget_and_tells_models_apart(subject: Subject, demo_model: PreTrainedModel) -> None:
-    with subject.under(make("share")) as runtime:
+    with under_share(subject) as runtime:
         passes = Recorder(runtime, subject)
-        sums = [sum(passes.outcome(tau).score.fidelity.kl) for tau in (0.05, 0.1, 0.15)]  # type: ignore[union-attr]
+        sums = [sum(passes.outcome(tau).losses.fidelity.kl) for tau in (0.05, 0.1, 0.15)]  # type: ignore[union-attr]
     assert sums == sorted(sums)
     whole = []
     score(demo_model, subject.windows, keep=(kept := Reference()))

@@ -14,7 +14,7 @@ import pytest
 
 from ace_moe.demo import MODEL, TEXT
 from ace_moe.errors import PlanError
-from ace_moe.lab.tasks.tasks import TASKS, read_rows
+from ace_moe.lab.tasks.catalogue import TASKS, read_rows
 from command import ACE, run_ace
 
 pytestmark = pytest.mark.slow

@@ -10,7 +10,7 @@ import pytest
 
 from ace_moe.demo import MODEL, TEXT
 from ace_moe.errors import OptionError
-from ace_moe.lab.compare import compare
+from ace_moe.lab.compare import cells as comparison
 from ace_moe.lab.reproduce import TABLES, Setup, paper, tables
 from ace_moe.lab.reproduce.tables import FUSIONS, METHODS
 from ace_moe.policies import PRESETS, make
@@ -37,20 +37,20 @@ def check_filled(found: dict[str, list[dict[str, Any]]]) -> None:
 
 @pytest.mark.long
 def test_killed_and_resumed_it_says_what_the_command_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cell, made = compare.Run._cell, []
+    fit, begun = comparison.fit_budgets, []
 
-    def killed(self: Any, *args: Any) -> None:
-        cell(self, *args)
-        made.append(args[0])
-        if len(made) == 2:
+    def killed(passes: Any, budgets: list[float], **more: Any) -> Any:
+        begun.append((str(passes.policy.settings), *budgets))
+        if len(begun) == 3:
             raise KeyboardInterrupt
+        return fit(passes, budgets, **more)
 
-    monkeypatch.setattr(compare.Run, "_cell", killed)
+    monkeypatch.setattr(comparison, "fit_budgets", killed)
     first = reproduced(tmp_path, "fusion", "--budgets", "0.3,0.5")
     assert first.code == 130 and not (tmp_path / "tables.md").exists()
     assert len(json.loads((tmp_path / "compare.json").read_text())["cells"]) == 2
     again = reproduced(tmp_path, "fusion", "--budgets", "0.3,0.5").json
-    assert len(made) == 6 == len(set(made)), "no cell is measured twice"
+    assert len(begun) == 7 and len(set(begun)) == 6, "the cell that was running is measured again, no other"
     check_filled(again["tables"])
     typed = json.loads(run_ace(
         "compare", MODEL, *SMALL, "--methods", ",".join(FUSIONS.values()), "--gains", "cited", "--budgets", "0.3,0.5",
@@ -63,8 +63,8 @@ def test_killed_and_resumed_it_says_what_the_command_says(tmp_path: Path, monkey
     assert values["BF16", "PPL"] == typed["dense"]["perplexity"]
     stored = json.loads((tmp_path / "compare.json").read_text())
     assert stored["command"].startswith("ace compare") and "--no-correct" in stored["command"]
-    made.clear()
-    assert reproduced(tmp_path, "fusion", "--budgets", "0.3,0.5").json == again and not made
+    begun.clear()
+    assert reproduced(tmp_path, "fusion", "--budgets", "0.3,0.5").json == again and not begun
     page = (tmp_path / "tables.md").read_text()
     assert "ace compare" in page and str(tmp_path) not in page
 

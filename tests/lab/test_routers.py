@@ -13,7 +13,7 @@ from ace_moe.lab.bench.routers import (
     KINDS,
     SHARES,
     SKEWED,
-    Router,
+    RandomRouter,
     default_union,
     mean_union,
     shape_routers,
@@ -44,7 +44,7 @@ def union_of(router, batch=16):
     ("kind", "experts", "union"), [(FLAT, 128, None), (SKEWED, 128, 49), (SKEWED, 128, 30), (SKEWED, 256, None)]
 )
 def test_shares_and_union_are_those_asked_for(kind, experts, union):
-    router = Router.like(kind, experts, 8, union)
+    router = RandomRouter.like(kind, experts, 8, union)
     shares = mean_shares(torch.cat(fresh(router)), 8)
     assert (shares - torch.tensor(SHARES)).abs().max() < 0.01
     expected = uniform_union(experts, 8, 16) if kind == FLAT else union or default_union(experts, 8)
@@ -56,9 +56,9 @@ def test_shares_and_union_are_those_asked_for(kind, experts, union):
 @given(experts=st.sampled_from([16, 30, 64]), k=st.integers(1, 8), part=st.floats(0, 1))
 @example(experts=30, k=7, part=0.0)  # a last group of two experts bent the curve by 0.03
 def test_other_numbers_of_experts_and_slots(experts, k, part):
-    least, chance = Router(SKEWED, experts, k, skew=1.0).union(16), uniform_union(experts, k, 16)
+    least, chance = RandomRouter(SKEWED, experts, k, skew=1.0).union(16), uniform_union(experts, k, 16)
     union = least + part * (chance - least)
-    router = Router.like(SKEWED, experts, k, union)
+    router = RandomRouter.like(SKEWED, experts, k, union)
     assert router.union(16) == pytest.approx(union, rel=0.05)
     shares = mean_shares(torch.cat(fresh(router, 512)), k)
     assert shares.sum() == pytest.approx(1)
@@ -76,9 +76,9 @@ def test_the_curve_at_other_k():
 def test_a_union_out_of_reach_is_refused():
     for union in (5, 90, -1):
         with pytest.raises(OptionError, match="out of reach"):
-            Router.like(SKEWED, 128, 8, union)
+            RandomRouter.like(SKEWED, 128, 8, union)
     with pytest.raises(OptionError, match="for --routing skewed"):
-        Router.like(FLAT, 128, 8, 49)
+        RandomRouter.like(FLAT, 128, 8, 49)
 
 
 SMALL = {

@@ -18,9 +18,9 @@ from ace_moe.demo import MODEL, TEXT
 from ace_moe.engines.traces import Trace
 from ace_moe.engines.traces.file import save_trace
 from ace_moe.errors import AceError, OptionError, PlanError, ResultError
-from ace_moe.lab.traffic.tracing import read
 from ace_moe.lab.traffic.simulate import Simulation
 from ace_moe.lab.traffic.timing import Cost, cost_of, fit
+from ace_moe.lab.traffic.tracing import read
 from ace_moe.plan import Plan, Threshold, Workload
 from ace_moe.policies import make
 from ace_moe.text import Windows

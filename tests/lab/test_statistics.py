@@ -8,19 +8,14 @@ import pytest
 import torch
 
 from ace_moe.errors import ResultError
-from ace_moe.scoring.predictions import Score
+from ace_moe.scoring.losses import Losses, perplexity_change, perplexity_interval
 from ace_moe.scoring.statistics import (
-    draws,
     expanded_tail,
     mean_difference,
     mean_interval,
-    means,
     pearson,
-    perplexity_change,
-    perplexity_interval,
     ranks,
     relative_change,
-    said,
     sign_flip_p,
     spearman,
     t_quantile,
@@ -30,21 +25,6 @@ from ace_moe.scoring.statistics import (
 
 def normal(count: int, seed: int, mean: float = 0.0) -> list[float]:
     return (torch.randn(count, generator=torch.Generator().manual_seed(seed)) + mean).tolist()
-
-
-def test_draws_are_samples_with_replacement() -> None:
-    """Every sample has as many things as there are; each thing is drawn once on average; the seed decides all."""
-    counts = draws(50, 2000, seed=3)
-    assert torch.equal(counts.sum(1), torch.full((2000,), 50.0, dtype=torch.float64))
-    assert (counts.mean(0) - 1).abs().max() < 0.1
-    assert torch.equal(counts, draws(50, 2000, seed=3)) and not torch.equal(counts, draws(50, 2000, seed=4))
-
-
-def test_means_weigh() -> None:
-    counts = torch.tensor([[2.0, 0.0], [1.0, 1.0]], dtype=torch.float64)
-    values, weights = torch.tensor([3.0, 10.0]).double(), torch.tensor([1.0, 4.0]).double()
-    assert means(values, weights, counts).tolist() == [3.0, 13 / 5]
-    assert means(torch.stack([values, 2 * values], 1), weights, counts).tolist() == [[3.0, 6.0], [13 / 5, 26 / 5]]
 
 
 @pytest.mark.parametrize(
@@ -79,7 +59,7 @@ def test_interval_of_a_share_is_the_binomial_one() -> None:
 def test_perplexity_interval_is_that_of_the_mean_loss() -> None:
     """Losses N(3, 0.2²) a token in 64 windows: e^(3 ± 1.96 · 0.2 / 8) or so."""
     losses = [3 + 0.2 * x for x in normal(64, 1)]
-    found = perplexity_interval(Score([100 * x for x in losses], 6400))
+    found = perplexity_interval(Losses([100 * x for x in losses], 6400))
     centre, spread = torch.tensor(losses).mean(), torch.tensor(losses).std() / 8
     assert found.value == pytest.approx(float(centre.exp()), rel=1e-5)
     assert math.log(found.low) == pytest.approx(float(centre - 2 * spread), abs=0.012)
@@ -88,21 +68,21 @@ def test_perplexity_interval_is_that_of_the_mean_loss() -> None:
 
 def test_unequal_windows_weigh_by_their_tokens() -> None:
     """A window of one token with a terrible loss hardly matters."""
-    score = Score([200.0] * 8 + [9.0], 801, [100] * 8 + [1])
-    assert score.perplexity == pytest.approx(math.exp(1609 / 801))
-    assert perplexity_interval(score).low == pytest.approx(math.exp(2))
+    losses = Losses([200.0] * 8 + [9.0], 801, [100] * 8 + [1])
+    assert losses.perplexity == pytest.approx(math.exp(1609 / 801))
+    assert perplexity_interval(losses).low == pytest.approx(math.exp(2))
 
 
 def test_few_windows_have_no_interval() -> None:
     """One window has no perplexity's, seven none of KL: the value alone, and a plain word."""
-    one, few, enough = (Score([100.0 + i for i in range(n)], 100 * n) for n in (1, 7, 8))
+    one, few, enough = (Losses([100.0 + i for i in range(n)], 100 * n) for n in (1, 7, 8))
     for found in (perplexity_interval(one), perplexity_change(one, one), token_interval(few.nll, few.by_window)):
         assert found.low is None and found.high is None
-        assert said(found) == "no interval: too few windows"
+        assert str(found) == "no interval: too few windows"
     assert token_interval(enough.nll, enough.by_window).low is not None
     found = perplexity_interval(enough)
     assert found.low < found.value < found.high
-    assert said(found) == f"95 % interval {found.low:.2f} – {found.high:.2f}"
+    assert str(found) == f"95 % interval {found.low:.2f} – {found.high:.2f}"
 
 
 def test_token_means_and_their_change() -> None:
@@ -118,7 +98,7 @@ def test_paired_differences_see_through_hard_windows() -> None:
     """Windows differ by 1 in loss, the two models by 0.02: unpaired intervals overlap, the paired one is sure."""
     base = [100 * (3 + x) for x in normal(32, 5)]
     worse = [x + 2 + 0.3 * e for x, e in zip(base, normal(32, 6), strict=True)]
-    first, second = Score(worse, 3200), Score(base, 3200)
+    first, second = Losses(worse, 3200), Losses(base, 3200)
     assert perplexity_interval(first).low < perplexity_interval(second).high
     change = perplexity_change(first, second)
     assert change.value == pytest.approx(math.expm1(0.02), abs=2e-3)
@@ -130,7 +110,7 @@ def test_paired_differences_see_through_hard_windows() -> None:
 
 def test_no_difference_is_called_none() -> None:
     """The same model twice: no change at all; two samples of one distribution: p is small as rarely as it should be."""
-    same = Score([100.0, 120.0, 90.0] * 3, 900)
+    same = Losses([100.0, 120.0, 90.0] * 3, 900)
     change = perplexity_change(same, same)
     assert (change.value, change.low, change.high, change.p) == (0, 0, 0, 1)
     small = [mean_difference(normal(30, s), normal(30, 1000 + s), samples=200).p < 0.05 for s in range(200)]

@@ -10,9 +10,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ace_moe import ACE
-from ace_moe.lab.compare.subject import Recorder, Subject, by_quantile, dense_pass, identity_of
+from ace_moe.lab.compare.subject import Recorder, Subject, by_quantile, identity_of
 from ace_moe.mapping import Passes, fit_budgets
-from ace_moe.mapping.passes import attached
+from ace_moe.mapping.passes import attached, observe
 from ace_moe.plan import Plan
 from ace_moe.policies import Routing, Share, make
 from ace_moe.scoring.predictions import score
@@ -33,7 +33,7 @@ def untouched(model: PreTrainedModel) -> bool:
 def test_one_dense_pass_equals_each_policys_own(subject: Subject) -> None:
     """Histograms bit for bit, and the unskipped model's score; the model is as it was afterwards."""
     policies = {name: make(name) for name in ("ace", "share", "rcr")}
-    dense, seen = dense_pass(subject, policies)
+    dense, seen = observe(subject.model, subject.plan, policies, lambda: score(subject.model, subject.windows))
     assert dense.nll == score(subject.model, subject.windows).nll
     for name, policy in policies.items():
         ace = ACE(subject.plan, policy=policy)
@@ -49,7 +49,7 @@ def test_the_model_is_restored_after_an_error(subject: Subject) -> None:
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        dense_pass(subject, {"broken": Broken()})
+        observe(subject.model, subject.plan, {"broken": Broken()}, lambda: score(subject.model, subject.windows))
     assert untouched(subject.model)
 
 
@@ -71,7 +71,8 @@ def test_recorder_keeps_what_each_threshold_did(subject: Subject) -> None:
 def test_budgets_are_met_by_quantile_and_by_search(subject: Subject, name: str) -> None:
     """A token policy starts from the dense histogram; a policy without contributions is searched, no τ twice."""
     policy = make(name)
-    _, seen = dense_pass(subject, {name: policy} if by_quantile(policy) else {})
+    watchers = {name: policy} if by_quantile(policy) else {}
+    _, seen = observe(subject.model, subject.plan, watchers, lambda: score(subject.model, subject.windows))
     ace = ACE(subject.plan, policy=policy)
     with ace(subject.model):
         passes = Recorder(ace.runtime, subject)

@@ -12,8 +12,9 @@ import pytest
 
 from ace_moe.errors import OptionError, ResultError, TaskError
 from ace_moe.lab.tasks.answers import as_number, boxed, last_number, program, same_answer
+from ace_moe.lab.tasks.catalogue import PAPER, TASKS, check_source, find_file, parse_tasks, read_rows
+from ace_moe.lab.tasks.evaluate import evaluate
 from ace_moe.lab.tasks.sandbox import Limits, check_allowed, passes
-from ace_moe.lab.tasks.tasks import PAPER, TASKS, check_source, evaluate, find_file, parse_tasks, read_rows
 from command import run_ace
 
 ROWS: dict[str, dict[str, Any]] = {
