@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ace_moe import ACE, build_plan
 from ace_moe.checkpoint.loading import load_model, load_tokenizer, load_windows
-from ace_moe.lab.traffic.simulate import StepCounts, Simulation
+from ace_moe.lab.traffic.simulate import Simulation, StepCounts
 from ace_moe.lab.traffic.timing import fit
 from ace_moe.lab.traffic.tracing import read
 from ace_moe.policies import make
