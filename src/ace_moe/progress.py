@@ -95,7 +95,7 @@ def task(label: str, total: int | None = None, done: int = 0) -> Iterator[Task]:
 
 @contextmanager
 def shown(sink: Sink) -> Iterator[None]:
-    """Inside, tasks are told to this sink."""
+    """Report tasks to this sink."""
     before = SINK.set(sink)
     try:
         yield
@@ -119,7 +119,7 @@ class Calls:
 
 
 def told(call: Callable[[str, int, int | None], object] | None) -> Callable[[], AbstractContextManager[None]]:
-    """What to work in so that a function hears of progress; without a function, nothing."""
+    """A context in which a function hears of progress; without a function, an empty one."""
     return nullcontext if call is None else lambda: shown(Calls(call))
 
 

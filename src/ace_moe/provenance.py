@@ -1,4 +1,4 @@
-"""What made a file: the command, the release and its commit, libraries, device, date, and hashes of what went in."""
+"""The record of what made a file: command, release and commit, libraries, device, date, and hashes of what went in."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def provenance(
 
 
 def command(argv: Sequence[str]) -> str:
-    """As it was typed, but for what is nobody's business: base names of files, and no prompt, which a plan would publish."""
+    """The command as it was typed, but with base names of files, and without a prompt, which a plan would publish."""
     name = Path(argv[0]).name
     return shlex.join(["ace" if name == "__main__.py" else name, *_public(argv[1:])])
 
@@ -98,7 +98,7 @@ def read(results: Mapping[str, Any]) -> Record:
 
 
 def _earlier(results: Mapping[str, Any]) -> Record:
-    """What earlier files say in other words."""
+    """Read a record that an earlier file has in other words."""
     environment = results.get("environment", {})
     libraries = {name: results.get(name, environment.get(name)) for name in LIBRARIES}
     known = {

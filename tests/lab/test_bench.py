@@ -22,6 +22,7 @@ from ace_moe.lab.bench.tokens import random_tokens
 from ace_moe.mapping import map_budgets
 from ace_moe.provenance import FIELDS
 from ace_moe.text import cut
+from command import run_ace
 
 STEPS = 8
 TINY = {
@@ -226,29 +227,24 @@ def test_random_models_route_nearly_uniformly(model):
 def test_the_file_says_how_a_shape_was_made_to_route(tmp_path, monkeypatch):
     monkeypatch.setitem(shapes.SHAPES, "tiny", ("Qwen3MoeConfig", {**TINY, "num_experts": 32}))
     path = tmp_path / "rows.json"
-    arguments = [
-        "--shape",
-        "tiny",
-        "--routing",
-        "skewed",
-        "--union",
-        "20",
-        "--decode",
-        "16",
-        "--skip",
-        "0",
-        "--device",
-        "cpu",
-    ]
-    done = CliRunner().invoke(app, ["bench", *arguments, "-o", str(path)])
-    assert done.exit_code == 0, done.output
+    shape = ("--shape", "tiny", "--routing", "skewed", "--union", 20, "--skip", 0, "--device", "cpu", "-o", path)
+    ran = run_ace("bench", *shape, "--decode", 16)
+    assert ran.code == 0, ran.err
     stored = json.loads(path.read_text())
     assert stored["routing"]["kind"] == "skewed"
-    assert set(stored["provenance"]) == set(FIELDS) and stored["provenance"]["date"]
+    assert set(stored["runs"][0]) == set(FIELDS) and stored["runs"][0]["date"]
     assert stored["routing"]["union_16"] == pytest.approx(20, rel=0.05)
     assert "assumption" in stored["routing"]["note"]
     assert [row["what"] for row in stored["rows"]] == ["tpot", "tpot"]
     assert all(row["experts"] < 26 for row in stored["rows"]), "chance gives 28"
+    assert run_ace("bench", *shape, "--decode", "4,16").code == 0
+    rows = json.loads(path.read_text())["rows"]
+    assert sorted((row["batch"], row["path"]) for row in rows) == sorted(
+        (batch, path) for batch in (4, 16) for path in ("ace", "grouped_mm")
+    )
+    assert all(row["run"] == 1 for row in rows), "what is measured again takes the place of what was there"
+    other = run_ace("bench", *shape[:4], *shape[6:], "--decode", 4)
+    assert other.code == 1 and "another measurement: routing" in other.err
 
 
 def test_what_does_not_fit_is_refused_before_it_is_made(monkeypatch):

@@ -96,7 +96,7 @@ def test_columns_are_the_budgets_in_the_order_they_were_measured_in(tmp_path: Pa
     row = {"label": "share", "windows": 2, "kl": [0.0321, 0.0654], "perplexity_change": [0.01, 0.02]}
     found = SimpleNamespace(recommendation=told, tried=[row])
     options = ("--tokens", 256, "--window", 64, "--budgets", "0.5,0,0.3")
-    with patch("ace_moe.mapping.tune", return_value=found):
+    with patch("ace_moe.lab.tune.tune", return_value=found):
         said = run_ace("tune", MODEL, "-p", plan, "--text", TEXT, *options).out
     heading = next(line for line in said.splitlines() if "candidate" in line and "windows" in line)
     assert re.findall(r"\d+%", heading) == ["30%", "50%"] and "--skip 0.3" in " ".join(said.split())

@@ -1,4 +1,4 @@
-"""How fast: bench."""
+"""The command bench: how fast a model runs."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ class RowLog:
 
 
 def _notes(why: str | None, rows: list[Row], routing: str | None) -> None:
-    """What the reader of the times must know; `routing` of random weights."""
+    """Note what the reader of the times must know; `routing` of random weights."""
     if why:
         note(f"Run without graphs, decode steps by `generate`: {why}")
     if routing is not None and any(row.valid is False for row in rows):
@@ -152,7 +152,7 @@ def _check(
 
 
 def _routing_facts(routing: str, router: RandomRouter | None) -> dict[str, Any]:
-    """How a random model was made to route, for the file."""
+    """Describe, for the file, how a random model was made to route."""
     from ..lab.bench.routers import ASSUMED, BATCH, SKEWED
 
     if router is None:

@@ -1,4 +1,4 @@
-"""What commands share: usual values, budgets as typed, and checks before long work."""
+"""Shared by commands: usual values, budgets as typed, and checks before long work."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LOST = (
 
 
 def warn_of_loss(budgets: Iterable[float], quiet: bool) -> None:
-    """Once for a command that is asked to skip much, where nothing brings slots back."""
+    """Note once what a command that skips much will lose, where nothing brings slots back."""
     if not quiet and max(budgets, default=0.0) > MUCH:
         note(LOST)
 
@@ -55,7 +55,7 @@ def reachable(text: str, usual: str, top_k: int, min_active: int = 1) -> list[fl
 
 
 def check_texts(texts: Iterable[Path], window: int, tokens: int | None, batch: int = 1) -> None:
-    """What cannot serve is reported before gigabytes are loaded."""
+    """Refuse texts and sizes that cannot serve, before gigabytes are loaded."""
     from ..text import check_sizes, read_text
 
     check_sizes(window, tokens, batch)

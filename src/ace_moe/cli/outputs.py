@@ -1,4 +1,4 @@
-"""Where results may go: never over what they are made from, into a checkpoint, or over a file of another kind."""
+"""Checks of output paths: never over what results are made from, into a checkpoint, or over a file of another kind."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ PICTURES = (b"\x89PNG", b"%PDF", b"<svg", b"<?xml", b"\xff\xd8", b"RIFF", b"%!PS
 
 
 def check_output(path: Path | None, kind: str, *inputs: Path | None) -> None:
-    """Before the long work starts. `kind`: plan, results, page, picture or trace; `inputs`: files the output is made from."""
+    """Refuse an output before the long work starts.
+
+    `kind`: plan, results, page, picture or trace; `inputs`: files the output is made from.
+    """
     if path is None:
         return
     check_writable(path)
@@ -29,11 +32,11 @@ def check_output(path: Path | None, kind: str, *inputs: Path | None) -> None:
         )
     if real.is_file() and real.stat().st_size and not OWN[kind](real):
         called = "page of ours" if kind == "page" else kind
-        raise OutputError(f"{path} is there already and is no {called}; it would be lost. {ELSEWHERE}")
+        raise OutputError(f"{path} is there already and is not a {called}; it would be lost. {ELSEWHERE}")
 
 
 def check_writable(path: Path) -> None:
-    """Fail before the long work starts."""
+    """Refuse a path that cannot be written, before the long work starts."""
     from ..sharing.kept import check_own
 
     path = expand(path)
@@ -47,7 +50,7 @@ def check_writable(path: Path) -> None:
 
 
 def check_folder(path: Path) -> None:
-    """A folder that is there, or can be made."""
+    """Refuse a path that neither is a folder nor can become one."""
     path = expand(path)
     existing = next((p for p in (path, *path.resolve().parents) if p.exists()), path)
     if not existing.is_dir() or not os.access(existing, os.W_OK):
@@ -62,7 +65,7 @@ def is_checkpoint(folder: Path) -> bool:
 
 
 def _plan(path: Path) -> bool:
-    """What calls itself a safetensors file and cannot be read is a damaged plan, or nothing that could be lost."""
+    """True for a plan; a .safetensors file that cannot be read is a damaged plan, or nothing that could be lost."""
     from ..plan.file import is_plan
 
     found = is_plan(path)

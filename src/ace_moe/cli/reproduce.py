@@ -107,7 +107,7 @@ def _outlook(setup: Setup, wanted: list[PaperTable]) -> Any:
 
 
 def _seconds(setup: Setup) -> float:
-    """Of one pass: what the first one took, else by arithmetic from the weights that a token runs through."""
+    """Seconds of one pass: those of the first one, else by arithmetic from the weights that a token runs through."""
     from ..checkpoint import MoEModel
     from ..lab.bench.memory import checkpoint_bytes
 
@@ -136,7 +136,7 @@ def _span(seconds: float) -> str:
 
 
 def _run(setup: Setup, wanted: list[PaperTable]) -> dict[str, Any]:
-    """Every step once, in order; those that ended before, with the same arguments, are not run again."""
+    """Run every step once, in order; those that ended before, with the same arguments, are not run again."""
     from ..lab.reproduce.filled import done
 
     setup.folder.mkdir(parents=True, exist_ok=True)
@@ -178,7 +178,7 @@ def _try(step: CommandStep, state: dict[str, Any]) -> None:
 
 
 def _command(argv: tuple[str, ...]) -> None:
-    """As if it had been typed: what it writes says so. What it would print is in its file."""
+    """Run a command as if it had been typed: what it writes says so, and what it would print is in its file."""
     before, sys.argv = sys.argv, ["ace", *argv]
     try:
         with redirect_stdout(io.StringIO()):
@@ -206,7 +206,7 @@ def _cell(cell: dict[str, Any]) -> str:
 
 
 def _parts(found: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-    """What fits a terminal: a wide table by what is measured, one after the other."""
+    """Cut a wide table into parts that fit a terminal, by what is measured."""
     kinds = dict.fromkeys(cell["column"].split()[-1] for cell in found)
     wide = len({cell["column"] for cell in found}) > WIDEST
     return [[c for c in found if c["column"].split()[-1] == kind] for kind in kinds] if wide else [found]

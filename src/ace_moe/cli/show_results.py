@@ -1,4 +1,4 @@
-"""How measured results look in a terminal: comparisons, thresholds, perplexity, tasks."""
+"""Measured results in a terminal: comparisons, thresholds, perplexity, tasks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What reaches a terminal: the two streams, no commands hidden in names, no character that its encoding does not have."""
+"""The two output streams: no commands hidden in names, no character that the terminal's encoding does not have."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def speak_plainly() -> None:
 
 
 def hand_over() -> None:
-    """What is still in the buffer goes out while an error can be told: at exit it would be lost with a code of 0 or 120."""
+    """Flush the output while an error can still be reported: at exit it would be lost with a code of 0 or 120."""
     if sys.stdout is None:  # closed by whoever called
         return
     try:

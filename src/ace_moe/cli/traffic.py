@@ -152,7 +152,7 @@ def _load(path: Path) -> Trace:
 
 
 def _sizes(text: str | None, requests: int) -> list[int]:
-    """What was asked for, or the usual ones that the trace has requests for."""
+    """Batch sizes that were asked for, or the usual ones that the trace has requests for."""
     if text is None:
         return [size for size in USUAL if size <= requests] or [1]
     try:
@@ -189,7 +189,7 @@ def _cells(row: dict[str, Any], timed: bool, ranked: bool) -> list[str]:
 
 
 def _unlike(trace: Trace, wanted: list[float]) -> list[str]:
-    """What a reader should know of a trace that is not quite what is simulated."""
+    """Notes on a trace that is not quite what is simulated."""
     from ..decider.rows import PHASES
 
     notes = []

@@ -51,7 +51,7 @@ class ResultsFile:
     identity: Mapping[str, Any]  # what must be the same for a file to be continued
 
     def read(self) -> Results:
-        """What earlier runs left, or new results if there is no file."""
+        """Read what earlier runs left, or begin new results if there is no file."""
         if not expand(self.path).exists():
             return {"schema": SCHEMA, "kind": self.kind, "identity": dict(self.identity)}
         results = read_results(self.path, self.kind)

@@ -1,4 +1,4 @@
-"""How sure a number is: bootstrap intervals over windows or questions, paired differences, correlations.
+"""Confidence in numbers: bootstrap intervals over windows or questions, paired differences, correlations.
 
 One bootstrap sample draws as many windows as there are, with replacement. All samples are drawn at once, as counts, so
 that a statistic of every sample is one matrix product. Comparisons are paired: both sides see the same draws, and what

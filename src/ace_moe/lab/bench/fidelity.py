@@ -1,4 +1,4 @@
-"""What the timed budgets do to predictions on a text."""
+"""The distance of timed budgets from the unskipped model on a text."""
 
 from __future__ import annotations
 

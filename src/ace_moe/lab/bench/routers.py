@@ -94,18 +94,18 @@ class RandomRouter:
         return max(1, self.experts // self.k)
 
     def _members(self, groups: Tensor) -> Tensor:
-        """Each group's row given to its experts, [groups, n] → [E, n]; groups of k or a few more, none of less than a token's."""
+        """Give each group's row to its experts, [groups, n] → [E, n]; groups of k or a few more, none of less than a token's."""
         return groups[torch.arange(self.experts, device=groups.device) * self.groups // self.experts]
 
     def rows(self, width: int, generator: torch.Generator) -> Tensor:
-        """What differs from token to token, [E, width]: random directions, or logits of so many tokens."""
+        """The part of logits that differs from token to token, [E, width]: random directions, or logits of so many tokens."""
         device = generator.device
         own = torch.randn(self.experts, width, generator=generator, device=device)
         groups = torch.randn(self.groups, width, generator=generator, device=device)
         return self.spread * ((1 - COMMON) ** 0.5 * own + (COMMON * (1 - self.skew)) ** 0.5 * self._members(groups))
 
     def biases(self, seed: int) -> Tensor:
-        """What all tokens' logits have in common, [E, 1]: normal quantiles, so that their spread is no matter of luck."""
+        """The part that all tokens' logits share, [E, 1]: normal quantiles, so that their spread does not depend on luck."""
         spread = torch.special.ndtri((torch.arange(self.groups) + 0.5) / self.groups)
         order = torch.randperm(self.groups, generator=torch.Generator().manual_seed(seed))
         return self.spread * (COMMON * self.skew) ** 0.5 * self._members(spread[order].unsqueeze(1))
@@ -168,7 +168,7 @@ def shape_routers(model: PreTrainedModel, kind: str, union: float | None = None)
 
 @contextmanager
 def _fitted(owners: list[nn.Module], router: RandomRouter) -> Iterator[None]:
-    """Inside, each router gets its weights when a pass reaches it: what comes before it routes as it will."""
+    """Give each router its weights when a pass reaches it: what comes before it routes as it will."""
 
     def fit(seed: int, module: nn.Module, args: tuple[Tensor, ...]) -> None:
         x = args[0].reshape(-1, args[0].shape[-1]).float()

@@ -70,7 +70,7 @@ class Row:
 
     @property
     def ms(self) -> float:
-        """Of the GPU where there is one."""
+        """Milliseconds of the GPU, where there is one."""
         return self.wall_ms if self.gpu_ms is None else self.gpu_ms
 
 
@@ -87,7 +87,7 @@ Make = Callable[[str], Timed]
 
 @dataclass(frozen=True)
 class Case:
-    """What is timed under which name, and whether the rule is in it; `stock`: the implementation it runs without the plan."""
+    """One thing that is timed, under its name; `ours`: the rule is in it; `stock`: what it runs without the plan."""
 
     path: str
     ratio: float
@@ -138,7 +138,7 @@ class Bench:
         yield from self._rows("tpot", (prompt, batch), stock, make)
 
     def _tried(self, path: str, whole: Callable[[], Timed], plain: Callable[[], Timed]) -> Timed:
-        """In one graph if the model fits one; all paths of a run go the same way."""
+        """Capture one graph if the model fits one; all paths of a run go the same way."""
         if self.graphs and path != "eager":
             try:
                 return whole()
@@ -189,7 +189,7 @@ class Bench:
         return timing, phase["realised"] if case.ours else 0.0
 
     def _in_turn(self, cases: Sequence[Case], what: str) -> list[tuple[Case, Timing, float]]:
-        """Each case once per round; medians over the rounds."""
+        """Time each case once per round; return medians over the rounds."""
         found: list[list[Timing]] = [[] for _ in cases]
         realised = [0.0] * len(cases)
         for _ in range(REPEATS):
@@ -208,7 +208,7 @@ class Bench:
     def _row(
         self, what: str, size: tuple[int, int], case: Case, timing: Timing, realised: float, routed: Routed
     ) -> Row:
-        """With the routing behind it; for decode also the rate at which needed weights were read."""
+        """Build a row with the routing behind it; for decode also the rate at which needed weights were read."""
         row = Row(
             what, case.path, *size, case.ratio, realised, timing.wall, timing.gpu, timing.spread, case.timed.loop,
             routed.spread, routed.shares, routed.experts, routed.executed, routed.valid,

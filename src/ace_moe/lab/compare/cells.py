@@ -168,7 +168,7 @@ class Run:
 
     @contextmanager
     def _refusals(self, method: str, budgets: Sequence[float] = ()) -> Iterator[None]:
-        """Inside, an error of ours is the reason why these budgets of the method, or all, have no cell; the others go on."""
+        """Turn an error of ours into the reason why these budgets of the method, or all, have no cell; the others go on."""
         try:
             yield
         except AceError as error:

@@ -1,4 +1,4 @@
-"""What a comparison compares: methods × budgets × gains, as typed and as policies."""
+"""The grid of a comparison: methods × budgets × gains, as typed and as policies."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from ...errors import OptionError
 from ...plan import Plan, typed
-from ...policies import POLICIES, PRESETS, Policy, find, make
+from ...policies import POLICIES, PRESETS, Policy, make
 from ...policies import parse as parse_method
 from ...policies.base import ALIGNED
 from ...rule import GAINS
@@ -28,7 +28,7 @@ class Key(NamedTuple):
 
 @dataclass(frozen=True)
 class Grid:
-    """What is compared. `safeguards` are settings every policy gets beside its gain; `steps` the ratios that a method which
+    """Cells to measure. `safeguards` are settings every policy gets beside its gain; `steps` the ratios that a method which
     knows steps of 1/k alone is measured at, and the others too, so that pairs skip equally."""
 
     methods: tuple[str, ...]
@@ -56,7 +56,7 @@ class Grid:
         return tuple(sorted({*self.budgets, *self.steps}))
 
     def stepped(self, top_k: int) -> Grid:
-        """With the steps of 1/k, where a method is compared that knows no others."""
+        """Add the steps of 1/k, where a method is compared that knows no others."""
         if not any(made(method).stepwise for method in self.methods):
             return self
         steps = tuple(n / top_k for n in range(1, top_k) if SMALLEST_STEP <= n / top_k <= max(self.budgets))
@@ -89,7 +89,7 @@ def made(method: str, **settings: Any) -> Policy:
 
 
 def first_methods(plan: Plan) -> tuple[str, ...]:
-    """What is compared where nothing is named: the rivals everybody asks about, and what the plan recommends."""
+    """Methods to compare where none is named: the rivals everybody asks about, and the one the plan recommends."""
     recommended = (plan.recommendation or {}).get("settings")
     return FIRST if recommended is None else tuple(dict.fromkeys((*FIRST, written(recommended))))
 

@@ -38,7 +38,7 @@ SHORTEST_ROW = 512  # characters; rows under it are left out by the released cod
 
 @dataclass(frozen=True)
 class Protocol:
-    """How a text becomes windows, and how their losses become one number."""
+    """A way to cut a text into windows and to turn their losses into one number."""
 
     name: str
     prepare: Callable[[str], str]
@@ -91,7 +91,7 @@ def pieces(
 
 
 def beginning(tokenizer: Any) -> list[int]:
-    """What the tokenizer puts in front of a text by itself: [BOS], or nothing."""
+    """Tokens the tokenizer puts in front of a text by itself: [BOS], or none."""
     plain, full = (tokenizer("a", add_special_tokens=special)["input_ids"] for special in (False, True))
     starts = (i for i in range(len(full)) if full[i : i + len(plain)] == plain)
     return list(full[: next(starts, 0)])

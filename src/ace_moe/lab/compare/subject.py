@@ -1,4 +1,4 @@
-"""What a comparison measures: a model with its plan and a text, and passes over it that remember what each τ did."""
+"""The subject of a comparison: a model with its plan and a text, and passes over it that remember what each τ did."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a stored comparison says: every method against a rival, and the method to use. No model is needed."""
+"""The verdict of a stored comparison: every method against a rival, and the method to use. No model is needed."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ def losses_of(entry: Results) -> Losses:
 
 
 def kl_of(cell: Results) -> float:
-    """What tables are sorted by: KL, or the change of perplexity where a file has no KL."""
+    """The number tables are sorted by: KL, or the change of perplexity where a file has no KL."""
     return cell["kl"]["value"] if "kl" in cell else cell["change"]["value"]
 
 
 def against(results: Results, rival: str) -> list[Results]:
-    """Each cell's paired change of perplexity and of KL to the rival's cell at the same gain and budget."""
+    """Pair each cell with the rival's at the same gain and budget: changes of perplexity and of KL."""
     if rival not in results["grid"]["methods"]:
         raise OptionError(f"{rival!r} is not in these results. Choose one of: {', '.join(results['grid']['methods'])}.")
     rivals = {(cell["gain"], cell["budget"]): cell for cell in results["cells"] if cell["method"] == rival}

@@ -1,4 +1,4 @@
-"""What each kind of results file must hold for the page to show it. Files are edited, cut and mixed up."""
+"""Schemas of the results files that the page shows. Files are edited, cut and mixed up."""
 
 from __future__ import annotations
 

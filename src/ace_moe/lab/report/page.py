@@ -98,7 +98,7 @@ def _shown(results: Results) -> Results:
 
 
 def _made_by(results: Results) -> str:
-    """What made a file, in a line; what the file does not say is unknown."""
+    """Say in a line what made a file; what the file does not say is unknown."""
     record = record_of(results)
     inputs = record["inputs"] if isinstance(record["inputs"], dict) else {}
     of = ", ".join(f"{name} {digest[:12]}" for name, digest in inputs.items())

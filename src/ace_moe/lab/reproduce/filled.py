@@ -1,4 +1,4 @@
-"""What a cell is: a number in the file that its command wrote, or the reason why there is none."""
+"""Cells filled in: a number in the file that its command wrote, or the reason why there is none."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ WAITING = "not measured yet"
 
 
 def stored(folder: Path, step: CommandStep) -> Any:
-    """What the step has written so far; None where there is nothing, or no JSON."""
+    """Read what the step has written so far; None where there is nothing, or no JSON."""
     try:
         return json.loads((folder / step.file).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -22,7 +22,7 @@ def stored(folder: Path, step: CommandStep) -> Any:
 
 
 def done(folder: Path, step: CommandStep, ran: Mapping[str, Any]) -> bool:
-    """Whether the step needs no run: the same command has ended, and what it wrote is there and whole."""
+    """True if the step needs no run: the same command has ended, and what it wrote is there and whole."""
     if ran.get(step.name) != list(step.argv) or not (folder / step.file).is_file():
         return False
     if not step.file.endswith(".json"):
@@ -35,7 +35,7 @@ def done(folder: Path, step: CommandStep, ran: Mapping[str, Any]) -> bool:
 
 
 def filled(folder: Path, table: PaperTable, refused: Mapping[str, str]) -> list[Found]:
-    """Every cell of a table with its value, or with why it has none."""
+    """Fill every cell of a table with its value, or with the reason why it has none."""
     files = {step.name: stored(folder, step) for step in table.steps}
     rows = []
     for cell in table.cells:

@@ -1,4 +1,4 @@
-"""Each of the paper's tables: the commands that measure it with the paper's settings, and where its cells are found."""
+"""The paper's tables: the commands that measure each with the paper's settings, and where its cells are found."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NO_BUDGET = "none of this table's budgets was asked for: name some of 0.1, 0.3 a
 
 @dataclass(frozen=True)
 class Setup:
-    """What the user gives. Files are passed on to the commands; results go into `folder`."""
+    """The user's settings. Files are passed on to the commands; results go into `folder`."""
 
     model: str
     name: str  # of the model, without its folder
@@ -191,7 +191,7 @@ def stability(setup: Setup) -> PaperTable:
 
 
 def cost(setup: Setup) -> PaperTable:
-    """Of the first budget alone, as in the paper; the study of all budgets goes on in the same file and finds it there."""
+    """Cost of the first budget alone, as in the paper; the study of all budgets goes on in the same file and finds it there."""
     step = _thresholds(setup, "cost: ways to map", setup.budgets[:1])
     printed = paper.COST if paper.known(setup.name) == "qwen3" else {}
     cells = [PaperCell(row, "minutes", step.name, ("cost", way), printed.get(way)) for row, way in WAYS.items()]

@@ -1,4 +1,4 @@
-"""What a policy would do on a trace: slots run and experts read, computed from ids and gates alone. No weights are needed.
+"""A policy simulated on a trace: slots run and experts read, computed from ids and gates alone. No weights are needed.
 
 A trace was taken under some budget; the states of a model that skips more differ a little, which a simulation cannot see.
 """

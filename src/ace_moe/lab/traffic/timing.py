@@ -1,4 +1,4 @@
-"""What experts read cost in time, from a benchmark: time of a decode step = base(batch) + a · experts read a layer.
+"""The cost of reading experts, fitted to a benchmark: time of a decode step = base(batch) + a · experts read per layer.
 
 One slope for all batches, because an expert is read once for all of a step's tokens. It holds on the machine, the shapes and
 the batches that were timed, and is not stretched beyond them.
@@ -38,7 +38,7 @@ class Cost:
 
 
 def fit(rows: Sequence[Mapping[str, Any]]) -> Cost:
-    """From the rows of `ace bench`: steps of our own path at several ratios."""
+    """Fit the rows of `ace bench`: steps of our own path at several ratios."""
     steps = [r for r in rows if r.get("what") == "tpot" and r.get("path") == "ace" and r.get("executed")]
     batches = sorted({int(r["batch"]) for r in steps})
     points = {b: np.array([_point(r) for r in steps if int(r["batch"]) == b]) for b in batches}

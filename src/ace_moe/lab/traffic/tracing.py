@@ -19,7 +19,7 @@ from ...text import Windows
 
 @torch.inference_mode()
 def read(model: PreTrainedModel, runtime: Runtime, windows: Windows, skip: Skip = 0.0, batch: int = 1) -> Trace:
-    """What the routers say while the model, to which the runtime is attached, reads the text under this budget."""
+    """Trace the routers while the model, to which the runtime is attached, reads the text under this budget."""
     collector = Collector(runtime.plan.fingerprint, windows.ids.numel(), runtime.plan.model)
     seen: dict[str, tuple[Tensor, Tensor]] = {}
     phase, budget = PHASES.index("prefill"), collector.budget(skip)

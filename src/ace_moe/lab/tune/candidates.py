@@ -1,4 +1,4 @@
-"""What `ace tune` tries: token policies that the kernels can run, and what may be changed around each."""
+"""Candidates of `ace tune`: token policies that the kernels can run, and the settings to vary around each."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BASELINE = Share(gain="power")
 
 
 def key_of(policy: TokenPolicy) -> str:
-    """What tells candidates apart, in any run."""
+    """A key that tells candidates apart, in any run."""
     return json.dumps(policy.settings, sort_keys=True)
 
 
@@ -50,7 +50,7 @@ def _called(table: str) -> str:
 
 
 def usable(plan: Plan, policy: TokenPolicy, budgets: Sequence[float]) -> bool:
-    """Whether the model has the tables and the safeguards leave room."""
+    """True if the model has the tables and the safeguards leave room."""
     try:
         check_tables(plan, policy, set(TABLES))
         for budget in budgets:
@@ -61,12 +61,12 @@ def usable(plan: Plan, policy: TokenPolicy, budgets: Sequence[float]) -> bool:
 
 
 def scores() -> list[TokenPolicy]:
-    """Each score with the gain that is best almost everywhere."""
+    """Yield each score with the gain that is best almost everywhere."""
     return [made for name in SCORES if isinstance(made := make(name, gain="power"), TokenPolicy)]
 
 
 def varied(best: Sequence[TokenPolicy], setting: str, values: Iterable[Any]) -> list[TokenPolicy]:
-    """Each of the best with each value of one setting: another gain, layer factor, floor or repair."""
+    """Yield each of the best with each value of one setting: another gain, layer factor, floor or repair."""
     return [replace(policy, **{setting: value}) for policy in best for value in values]
 
 

@@ -1,4 +1,4 @@
-"""What measurements of candidates say: KL at the budget that was asked, perplexity, and how sure that is."""
+"""Evidence from measured candidates: KL at the budget that was asked, perplexity, and how sure that is."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ def _means(rows: Sequence[Row], part: TextPart) -> tuple[list[float], list[float
 
 
 def loss(rows: Sequence[Row], part: TextPart) -> float:
-    """Of all budgets together."""
+    """Summed loss of all budgets."""
     return sum(cell[2] for row in part.of(rows) for cell in row)
 
 
 class Evidence:
-    """What is told of candidates on a part of the text, whose windows predict `tokens` each."""
+    """Numbers on candidates from a part of the text, whose windows predict `tokens` each."""
 
     def __init__(self, journal: Journal, budgets: Sequence[float], part: TextPart, tokens: int):
         self.journal, self.budgets, self.part, self.tokens = journal, budgets, part, tokens

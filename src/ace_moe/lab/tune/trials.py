@@ -25,7 +25,7 @@ LOOKED_AT = 4  # windows of the dense pass that thresholds come from
 
 
 class Trials:
-    """What candidates do to a model at the budgets, window by window; the journal has what is known."""
+    """Trials of candidates at the budgets, window by window; the journal has what is known."""
 
     def __init__(
         self, model: PreTrainedModel, plan: Plan, windows: Windows, budgets: Sequence[float], journal: Journal
@@ -37,7 +37,7 @@ class Trials:
         self.task: progress.Task | None = None
 
     def has(self, tables: Iterable[str]) -> bool:
-        """Whether the model has these tables; what comes from weights is computed."""
+        """True if the model has these tables; what comes from weights is computed."""
         try:
             self.plan = add_tables(self.plan, tables, self.model)
         except StructureError:

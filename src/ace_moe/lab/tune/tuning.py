@@ -184,7 +184,7 @@ class Search(Trials):
         return names
 
     def _mark(self, policy: TokenPolicy | None = None) -> str:
-        """What tells tables of other texts and candidates apart: thresholds hold for one table alone."""
+        """A mark that tells tables of other texts and candidates apart: thresholds hold for one table alone."""
         of = self.windows.workload.sha256 + ("" if policy is None else key_of(policy))
         return hashlib.sha256(of.encode()).hexdigest()[:8]
 
@@ -236,7 +236,7 @@ class Search(Trials):
         return Evidence(self.journal, self.budgets, part, self.windows.ids.shape[1] - 1)
 
     def table(self) -> list[dict[str, Any]]:
-        """Every candidate with its KL on the windows it has read, furthest first, then best first."""
+        """List every candidate with its KL on the windows it has read, those that read most first, then the best."""
         tell = self._evidence(TextPart(0, self.chosen_on))
         rows = [tell.row(policy) for policy in self.policies.values()]
         return sorted(rows, key=lambda row: (-row["windows"], row["log_kl"]))
