@@ -125,7 +125,7 @@ def test_other_files_are_no_traces(tmp_path: Path, demo_plan: Plan) -> None:
         with pytest.raises(TraceError, match="ace trace"):
             load_trace(path)
     ran = run_ace("trace", "MODEL", "--text", "x.txt", "-o", plan)
-    assert ran.code == 1 and "no trace" in ran.err and Plan.load(plan) == demo_plan
+    assert ran.code == 1 and "not a trace" in ran.err and Plan.load(plan) == demo_plan
 
 
 def test_returned_experts_have_an_order_and_no_gates(tmp_path: Path) -> None:

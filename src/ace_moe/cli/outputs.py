@@ -30,8 +30,8 @@ def check_output(path: Path | None, kind: str, *inputs: Path | None) -> None:
             f"{path} is inside the checkpoint {real.parent}, which must stay as it is: readers take a further .safetensors "
             f"file there for a shard. {ELSEWHERE}"
         )
-    if real.is_file() and real.stat().st_size and not OWN[kind](real):
-        called = "page of ours" if kind == "page" else kind
+    if real.is_file() and real.stat().st_size and not _is_ours(real, kind):
+        called = {"page": "page of ours", "results": "results file"}.get(kind, kind)
         raise OutputError(f"{path} is there already and is not a {called}; it would be lost. {ELSEWHERE}")
 
 
@@ -64,37 +64,26 @@ def is_checkpoint(folder: Path) -> bool:
     return (folder / "config.json").is_file() and any(folder.glob("*.safetensors*"))
 
 
-def _plan(path: Path) -> bool:
-    """True for a plan; a .safetensors file that cannot be read is a damaged plan, or nothing that could be lost."""
-    from ..plan.file import is_plan
+def _is_ours(path: Path, kind: str) -> bool:
+    """True for a file of this kind that one of our commands wrote, and for a picture."""
+    if kind == "plan":
+        from ..plan.file import is_plan
 
-    found = is_plan(path)
-    return path.suffix == ".safetensors" if found is None else found
+        plan = is_plan(path)  # None: it cannot be read, so it is a damaged plan, or nothing that could be lost
+        return path.suffix == ".safetensors" if plan is None else plan
+    if kind == "results":
+        try:
+            results = json.loads(path.read_text(encoding="utf-8"))
+        except (ValueError, RecursionError):
+            return False
+        return isinstance(results, dict) and bool({"kind", "command"} & set(results))
+    if kind == "page":
+        from ..lab.report.page import is_page
 
+        return is_page(path)
+    if kind == "trace":
+        from ..engines.traces.file import is_trace
 
-def _results(path: Path) -> bool:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError):
-        return False
-    return isinstance(found, dict) and bool({"kind", "command"} & set(found))
-
-
-def _page(path: Path) -> bool:
-    from ..lab.report.page import is_page
-
-    return is_page(path)
-
-
-def _picture(path: Path) -> bool:
+        return is_trace(path)
     with path.open("rb") as file:
         return file.read(5).startswith(PICTURES)
-
-
-def _trace(path: Path) -> bool:
-    from ..engines.traces.file import is_trace
-
-    return is_trace(path)
-
-
-OWN = {"plan": _plan, "results": _results, "page": _page, "picture": _picture, "trace": _trace}

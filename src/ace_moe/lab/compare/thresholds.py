@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -18,7 +18,6 @@ from ... import progress
 from ...decider import Runtime
 from ...errors import OptionError, PolicyError
 from ...mapping import fit as mapping
-from ...mapping.fit import Histogram
 from ...mapping.passes import attached
 from ...mapping.recipe import fit_budgets
 from ...policies import Policy
@@ -100,18 +99,18 @@ def _workload(setup: Study, windows: Windows, workloads: Sequence[Windows], know
         dense = {other: run(0.0) for other, run in runs.items() if other == name or not setup.measured}
         for budget in missing:
             fit = fit_budgets(runs[name], [budget], dense=dense[name])[0]
-            carried = [_carry(fit.threshold, name, to, run, dense) for to, run in runs.items() if to != name]
+            realised = {
+                to: dense[to].ratio(fit.threshold) if to in dense else run.outcome(fit.threshold).realised
+                for to, run in runs.items()
+                if to != name
+            }
             own = {"workload": name, "tokens": windows.workload.tokens, "budget": budget}
             with file.changed() as results:
                 row = own | {"threshold": fit.threshold, "realised": fit.realised}
                 put(results["workloads"], row, KEYS["workloads"])
-                for row in carried:
-                    put(results["transfers"], row | {"budget": budget}, KEYS["transfers"])
-
-
-def _carry(threshold: float, source: str, to: str, run: Recorder, seen: Mapping[str, Histogram]) -> Results:
-    realised = seen[to].ratio(threshold) if to in seen else run.outcome(threshold).realised
-    return {"from": source, "to": to, "threshold": threshold, "realised": realised}
+                for to, ratio in realised.items():
+                    row = {"from": name, "to": to, "threshold": fit.threshold, "realised": ratio, "budget": budget}
+                    put(results["transfers"], row, KEYS["transfers"])
 
 
 # ---- cost ---------------------------------------------------------------------------------------------------------

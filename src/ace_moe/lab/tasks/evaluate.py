@@ -65,7 +65,10 @@ def evaluate(
             for task in tasks:
                 if (task, skip) not in finished:
                     harness.set_skip(skip)
-                    cell = _cell(task, skip, *harness.ask(task, rows.get(task), limit))
+                    metric, questions = harness.ask(task, rows.get(task), limit)
+                    mean = mean_interval(questions)
+                    cell = {"task": task, "skip": skip, "metric": metric, "value": mean.value, "questions": questions}
+                    cell |= {"interval": [mean.low, mean.high], "change": None}
                     with file.changed() as results:
                         put(results["cells"], cell | {"realised": harness.realised, "run": number}, ("task", "skip"))
                         _compare(results["cells"])
@@ -89,12 +92,6 @@ def _check_questions(results: Results, asked: Mapping[str, str], path: Path) -> 
                 f"{path} holds another measurement: the questions of {task} are other ones. Choose another file with --out, or "
                 "delete this one."
             )
-
-
-def _cell(task: str, skip: float, metric: str, questions: list[float]) -> Results:
-    mean = mean_interval(questions)
-    scored = {"value": mean.value, "interval": [mean.low, mean.high], "change": None}
-    return {"task": task, "skip": skip, "metric": metric, **scored, "questions": questions}
 
 
 def _compare(cells: list[Results]) -> None:
