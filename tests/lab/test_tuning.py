@@ -22,10 +22,9 @@ from ace_moe.decider.settings import policy_for
 from ace_moe.demo import MODEL, TEXT
 from ace_moe.engines.vllm.settings import Settings
 from ace_moe.errors import PlanError, TextError
-from ace_moe.lab.tune import factors, tune
+from ace_moe.lab.tune import factors, trials, tune
 from ace_moe.lab.tune.evidence import TextPart, log_kl
-from ace_moe.lab.tune.trials import Trials
-from ace_moe.lab.tune.tuning import _identity
+from ace_moe.lab.tune.tuning import identity
 from ace_moe.mapping.passes import observe
 from ace_moe.plan import Plan, Threshold, Workload
 from ace_moe.policies import PRESETS, make
@@ -44,15 +43,16 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """A run that ends in the middle, as by a kill, and one that goes on: the plan, its report, the rows each measured."""
     path = build_plan(MODEL).save(tmp_path_factory.mktemp("tune") / "plan.safetensors")
     rows: list[int] = []
-    stock = Trials._row
+    stock = trials.predict  # once for each window, at the one budget
 
-    def counted(self: Trials, runtime: Any, number: int, taus: Any) -> Any:
-        if rows.append(number) or len(rows) == STOPPED + 1:
+    def counted(model: Any, ids: Any) -> Any:
+        rows.append(len(rows))
+        if len(rows) == STOPPED + 1:
             raise KeyboardInterrupt
-        return stock(self, runtime, number, taus)
+        return stock(model, ids)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Trials, "_row", counted)
+        patch.setattr(trials, "predict", counted)
         assert run_ace("tune", MODEL, "-p", path, "--text", TEXT, *OPTIONS).code == 130
         kept = json.loads(path.with_name(".plan.safetensors.tune").read_text())
         said = run_ace("tune", MODEL, "-p", path, "--text", TEXT, *OPTIONS).json
@@ -62,7 +62,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def test_a_search_goes_on_with_the_windows_it_had(demo_model: Any, demo_plan: Plan, demo_windows: Any) -> None:
     """The same tokens in shorter windows are another search: losses are added up by window."""
     cut = windows_of(demo_windows.ids.view(-1, 128), demo_windows.workload.name)
-    one, other = (_identity(demo_model, demo_plan, w, [0.5]) for w in (demo_windows, cut))
+    one, other = (identity(demo_model, demo_plan, w, [0.5]) for w in (demo_windows, cut))
     assert cut.workload == demo_windows.workload and one != other
 
 

@@ -74,7 +74,7 @@ def tune(
     """
     wanted = sorted({check_budget(b, plan.top_k) for b in budgets} - {0.0})
     _check(model, windows, wanted)
-    journal = Journal(path, _identity(model, plan, windows, wanted))
+    journal = Journal(path, identity(model, plan, windows, wanted))
     search = Search(model, plan, windows, wanted, journal)
     best, plain = search.run(mean, aligned)
     choice, runner_up = search.choose(best)
@@ -107,7 +107,8 @@ def _check(model: PreTrainedModel, windows: Windows, budgets: Sequence[float]) -
         )
 
 
-def _identity(model: PreTrainedModel, plan: Plan, windows: Windows, budgets: Sequence[float]) -> dict[str, Any]:
+def identity(model: PreTrainedModel, plan: Plan, windows: Windows, budgets: Sequence[float]) -> dict[str, Any]:
+    """The facts that must be the same for a search to go on from its journal."""
     return {
         **{"model": plan.fingerprint.routers.exact, "text": windows.workload.sha256, "budgets": list(budgets)},
         "window": windows.ids.shape[1],  # the same tokens cut otherwise are other windows
@@ -118,9 +119,10 @@ def _identity(model: PreTrainedModel, plan: Plan, windows: Windows, budgets: Seq
 class Search(Trials):
     """Candidates on one model and text. Windows in front are chosen on, those behind are held out."""
 
-    def __init__(self, *given: Any):
-        super().__init__(*given)
-        self.chosen_on = self.every - max(1, self.every // HELD)
+    @property
+    def chosen_on(self) -> int:
+        """Windows in front, to choose on."""
+        return self.every - max(1, self.every // HELD)
 
     # ---- stages -------------------------------------------------------------------------------------------------
 
