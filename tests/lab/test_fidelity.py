@@ -73,8 +73,8 @@ def under_share(subject: Subject) -> AbstractContextManager[Any]:
 
 
 def test_threshold_zero_is_the_unskipped_model(subject: Subject) -> None:
-    with under_share(subject) as runtime:
-        found = Recorder(runtime, subject).outcome(0.0).losses.fidelity
+    with under_share(subject) as deciders:
+        found = Recorder(deciders, subject).outcome(0.0).losses.fidelity
     assert found is not None
     assert found.kl == [0.0] * 4 and found.agreement == [255.0] * 4
     assert found.acceptance == pytest.approx([255.0] * 4, rel=1e-5)
@@ -86,8 +86,8 @@ def test_kept_and_computed_references_agree(subject: Subject) -> None:
     score(subject.model, subject.windows, keep=subject.reference)
     found = []
     for one in (subject, cramped):
-        with under_share(one) as runtime:
-            passes = Recorder(runtime, one)
+        with under_share(one) as deciders:
+            passes = Recorder(deciders, one)
             outcome = passes.outcome(0.12)
             found.append((outcome.losses.fidelity, outcome.realised, outcome.experts, passes(0.12).routed))
     assert found[0] == found[1]
@@ -96,8 +96,8 @@ def test_kept_and_computed_references_agree(subject: Subject) -> None:
 
 
 def test_kl_grows_with_the_budget_and_tells_models_apart(subject: Subject, demo_model: PreTrainedModel) -> None:
-    with under_share(subject) as runtime:
-        passes = Recorder(runtime, subject)
+    with under_share(subject) as deciders:
+        passes = Recorder(deciders, subject)
         sums = [sum(passes.outcome(tau).losses.fidelity.kl) for tau in (0.05, 0.1, 0.15)]  # type: ignore[union-attr]
     assert sums == sorted(sums)
     whole = []

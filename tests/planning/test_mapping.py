@@ -126,7 +126,7 @@ def test_correction_keeps_the_best_pass(monkeypatch):
 def test_realised_meets_the_request_on_the_embedded_model(demo_model, demo_plan, demo_windows, min_active):
     ace = ACE(demo_plan, policy=make("ace", min_active=min_active))
     with ace(demo_model):
-        passes = Passes(ace.runtime, demo_model, demo_windows, batch=4)
+        passes = Passes(ace.deciders, demo_model, demo_windows, batch=4)
         fits = fit_budgets(passes, BUDGETS)
         for fit in fits:
             assert abs(fit.realised - fit.budget) <= 1e-3
@@ -138,7 +138,7 @@ def test_realised_meets_the_request_on_the_embedded_model(demo_model, demo_plan,
 def test_paper_maps_with_one_pass(demo_model, demo_plan, demo_windows):
     ace = ACE(demo_plan, preset="paper")
     with ace(demo_model):
-        passes = Passes(ace.runtime, demo_model, demo_windows, batch=4)
+        passes = Passes(ace.deciders, demo_model, demo_windows, batch=4)
         fits = fit_budgets(passes, BUDGETS, correct=False)
     assert passes.count == 1
     assert [f.passes for f in fits] == [0] * 6
@@ -148,6 +148,6 @@ def test_paper_maps_with_one_pass(demo_model, demo_plan, demo_windows):
 def test_min_mass_limits_the_budget(demo_model, demo_plan, demo_windows):
     ace = ACE(demo_plan, min_mass=0.8)
     with ace(demo_model):
-        passes = Passes(ace.runtime, demo_model, demo_windows, batch=4)
+        passes = Passes(ace.deciders, demo_model, demo_windows, batch=4)
         with pytest.raises(BudgetError, match="safeguards protect"):
             fit_budgets(passes, [0.6], correct=False)

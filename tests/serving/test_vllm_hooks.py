@@ -126,7 +126,7 @@ def test_requests_with_budgets_of_their_own(own: Any) -> None:
     """First generation: told once when a request is new, kept while it runs, its rows and counters its own."""
     runner, skips = Old(own.config), own.skipping
     skips.set_threshold(0.1)
-    skips._set = lambda skip, number=0: skips.runtime.set(torch.full((3,), 0.2 * number), number)
+    skips._set = lambda skip, number=0: skips.deciders.set(torch.full((3,), 0.2 * number), number)
     runner._prepare_inputs(scheduled([request("a"), request("b", ace_skip=0.3)]), np.array([2, 3]))
     assert at(own, 6) == [D, D, *[row_of("prefill", 1)] * 3, PADDING]
     runner._prepare_inputs(scheduled(), np.array([1, 1]))
@@ -134,7 +134,7 @@ def test_requests_with_budgets_of_their_own(own: Any) -> None:
     runner._prepare_inputs(scheduled([request("a", ace_skip_prefill=0, ace_skip_decode=0.5)]), np.array([1, 1]))
     assert at(own, 2) == [row_of("decode", 2), row_of("prefill", 1)]
     assert skips.part().budgets == ["0.30", "0.00/0.50"]
-    assert skips.runtime.state.tau[[D, row_of("decode", 1), row_of("decode", 2)]].tolist() == pytest.approx(
+    assert skips.deciders.state.tau[[D, row_of("decode", 1), row_of("decode", 2)]].tolist() == pytest.approx(
         [0.1, 0.2, 0.4]
     )
     del runner.requests["a"]
@@ -206,7 +206,7 @@ def test_passes_without_requests(own: Any) -> None:
 
 
 def test_a_measuring_pass_leaves_counters_at_zero(own: Any) -> None:
-    made, given = own.skipping.runtime.layers["0"], (torch.arange(8).repeat(4, 1).int(), torch.full((4, 8), 0.125))
+    made, given = own.skipping.deciders.layers["0"], (torch.arange(8).repeat(4, 1).int(), torch.full((4, 8), 0.125))
     own.skipping.set_threshold(0.5)
     with own.skipping.dummy(profile=True):
         ids, _ = made.decide(*given)
@@ -219,9 +219,9 @@ def test_a_measuring_pass_leaves_counters_at_zero(own: Any) -> None:
 def test_what_a_warm_up_ran_is_forgotten(own: Any) -> None:
     """The second generation warms up with requests of its own making, through the same door as real ones."""
     own.rows.mark(hooks.Step(np.array([3]), np.array([0]), np.array([3])))
-    own.skipping.runtime.layers["0"].counts.fill_(7)
+    own.skipping.deciders.layers["0"].counts.fill_(7)
     assert Worker(own.config).compile_or_warm_up_model() == "times"
-    assert at(own, 4) == [PADDING] * 4 and own.skipping.runtime.layers["0"].counts.sum() == 0
+    assert at(own, 4) == [PADDING] * 4 and own.skipping.deciders.layers["0"].counts.sum() == 0
 
 
 def test_an_engine_without_skipping_passes_through(own: Any) -> None:
@@ -265,9 +265,7 @@ def test_vllm_has_what_is_hooked() -> None:
         wanted = ["self", "scheduler_output"] + (["num_scheduled_tokens"] if prepare.startswith("_") else [])
         assert [a.arg for a in methods[prepare].args][: len(wanted)] == wanted
     worker = methods_of(root / "gpu_worker.py", "Worker")
-    assert {"compile_or_warm_up_model", "sleep", "wake_up"} <= set(worker)
-    assert [a.arg for a in worker["wake_up"].args] == ["self", "tags"]
-    assert 'SLEEP_TAGS = frozenset(("weights", "kv_cache"))' in (root.parent / "executor/abstract.py").read_text()
+    assert "compile_or_warm_up_model" in worker
 
 
 @pytest.mark.vllm

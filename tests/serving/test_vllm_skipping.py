@@ -83,7 +83,7 @@ def test_a_request_that_was_admitted_is_served_under_any_text(
     request = SimpleNamespace(req_id="1", sampling_params=SimpleNamespace(extra_args={"ace_skip": 0.6}))
     own.admit(SimpleNamespace(scheduled_new_reqs=[request], finished_req_ids=()), ())
     (wanted,) = [t.threshold for t in plan.thresholds if t.budget == 0.6]
-    assert own.runtime.state.tau[row_of("decode", own.owned["1"])] == pytest.approx(wanted)
+    assert own.deciders.state.tau[row_of("decode", own.owned["1"])] == pytest.approx(wanted)
 
 
 @pytest.mark.parametrize(
@@ -93,6 +93,7 @@ def test_a_request_that_was_admitted_is_served_under_any_text(
         ("vllm_config", "speculative_config", SimpleNamespace(enable_adaptive_verification=True), "adaptive"),
         ("parallel_config", "enable_dbo", True, "--enable-dbo"),
         ("parallel_config", "ubatch_size", 2, "--ubatch-size"),
+        ("model_config", "enable_sleep_mode", True, "--enable-sleep-mode"),
         ("vllm_config", "cache_config", SimpleNamespace(kv_sharing_fast_prefill=True), "--kv-sharing-fast-prefill"),
         ("parallel_config", "prefill_context_parallel_size", 2, "--prefill-context-parallel-size"),
         ("model_config", "enable_return_routed_experts", True, "--enable-return-routed-experts"),
@@ -107,7 +108,7 @@ def test_what_would_be_wrong_or_silent_is_refused(part: str, name: str, value: A
 
 def test_layers_are_checked_as_they_come(configured: Callable[..., Any]) -> None:
     own = skipping.find(configured())
-    assert own.add(0, "model.layers.0.mlp.experts", FOUND) is own.runtime.layers["0"]
+    assert own.add(0, "model.layers.0.mlp.experts", FOUND) is own.deciders.layers["0"]
     assert own.add(0, "draft_model.model.layers.0.mlp.experts", FOUND) is None
     assert own.add(6, "model.layers.6.mlp.experts", FOUND) is None  # an MTP head
     with pytest.raises(PlanError, match="layer 1 has experts 32 in the plan, 64 in the model"):

@@ -11,8 +11,9 @@ from transformers import PreTrainedModel
 
 from ..errors import CheckpointError
 from .formats import Facts, Header, Stored, config_of, understand
-from .records import Site, Stack
+from .records import Stack
 from .shards import Rows
+from .structure import Site
 
 DTYPES = {
     torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32", torch.float64: "F64", torch.int8: "I8",

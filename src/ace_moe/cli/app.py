@@ -26,11 +26,10 @@ if TYPE_CHECKING:
 PANELS = {
     "See it": ("demo", "run", "chat"),
     "Use it": ("plan", "tune", "serve", "inspect", "policies", "plans"),
-    "Step by step": ("tables", "budget"),
     "Measure": ("compare", "report", "perplexity", "eval", "lm-eval", "bench"),
     "Study": ("study", "trace", "simulate", "reproduce"),
 }
-RESUMES = ("plan", "budget", "tune", "compare", "perplexity", "eval", "study", "reproduce")
+RESUMES = ("plan", "tune", "compare", "perplexity", "eval", "study", "reproduce")
 
 
 class Commands(typer.core.TyperGroup):

@@ -66,7 +66,7 @@ def check_texts(texts: Iterable[Path], window: int, tokens: int | None, batch: i
 def check_plan(plan: Path | None, skip: float) -> None:
     """Without a plan nothing can be skipped."""
     if skip and plan is None:
-        raise OptionError(f"Skipping {skip:.0%} needs a plan: give one with --plan, made by `ace tables`.")
+        raise OptionError(f"Skipping {skip:.0%} needs a plan: give one with --plan, made by `ace plan`.")
 
 
 def made_of(*files: Path | None) -> dict[str, str]:

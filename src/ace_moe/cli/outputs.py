@@ -25,7 +25,7 @@ def check_output(path: Path | None, kind: str, *inputs: Path | None) -> None:
     for made_from in inputs:
         if made_from is not None and real.exists() and expand(made_from).exists() and real.samefile(expand(made_from)):
             raise OutputError(f"{path} is what the {kind} is made from, which would be lost. {ELSEWHERE}")
-    if is_checkpoint(real.parent):
+    if (real.parent / "config.json").is_file() and any(real.parent.glob("*.safetensors*")):
         raise OutputError(
             f"{path} is inside the checkpoint {real.parent}, which must stay as it is: readers take a further .safetensors "
             f"file there for a shard. {ELSEWHERE}"
@@ -37,7 +37,7 @@ def check_output(path: Path | None, kind: str, *inputs: Path | None) -> None:
 
 def check_writable(path: Path) -> None:
     """Refuse a path that cannot be written, before the long work starts."""
-    from ..sharing.kept import check_own
+    from ..plan.cache import check_own
 
     path = expand(path)
     check_own(path)
@@ -58,10 +58,6 @@ def check_folder(path: Path) -> None:
         raise OutputError(f"{path} cannot be written: {why}. Choose another folder with -o.")
     if (path / "config.json").exists():
         raise OutputError(f"{path} is a checkpoint, which must stay as it is. Choose another folder with -o.")
-
-
-def is_checkpoint(folder: Path) -> bool:
-    return (folder / "config.json").is_file() and any(folder.glob("*.safetensors*"))
 
 
 def _is_ours(path: Path, kind: str) -> bool:

@@ -39,7 +39,8 @@ def plan_table(plan: Plan) -> Table:
         experts = plan.fingerprint.structure[key]["experts"]
         spread = [f"{layer[n].min():.2f} – {layer[n].max():.2f}" for n in names]
         rows.append([key, str(experts), *spread])
-    return table(f"tables of {plan.model} (layer mean 1)", ["layer", "experts", *names], rows)
+    title = f"tables of {plan.model} (layer mean 1)" if names else f"layers of {plan.model}"
+    return table(title, ["layer", "experts", *names], rows)
 
 
 def entries_table(entries: Sequence[Threshold]) -> Table:
@@ -95,7 +96,7 @@ def print_plan(console: Console, plan: Plan) -> None:
     for name, reason in plan.undefined.items():
         say(f"no table {name}: {reason}", console)
     if not plan.thresholds:
-        console.print("no thresholds yet: map them with `ace budget`")
+        say("no thresholds yet: map them with `ace plan MODEL --plan PLAN --text FILE`", console)
         return
     rows = []
     for t in plan.thresholds:
@@ -173,7 +174,7 @@ def print_model(console: Console, moe: MoEModel) -> None:
     names = ("experts", "top_k", "hidden", "intermediate")
     sizes = {key: tuple(str(facts[name]) for name in names) for key, facts in moe.structure().items()}
     rows = [[said(keys), *numbers] for numbers, keys in folded(sizes)]
-    title = f"{len(moe)} MoE layers of {moe.name} ({moe.architecture})"
+    title = f"{len(moe.sites)} MoE layers of {moe.name} ({moe.architecture})"
     console.print(table(title, ["layers", "experts", "top k", "d", "m"], rows))
     _print_folded(console, "built of", {site.key: _parts(site) for site in moe.sites})
     _print_folded(console, "on a GPU", {site.key: on_gpu(site.experts) for site in moe.sites})
@@ -184,17 +185,3 @@ def print_model(console: Console, moe: MoEModel) -> None:
         say(f"layer {key}: {wrong}", console)
     for path in moe.not_covered:
         say(f"not covered: {path} (a text pass never reaches it)", console)
-
-
-def print_pair(console: Console, pair: dict[str, Any]) -> None:
-    rows = [
-        [key, name, *(f"{100 * found[n]:.3g} %" for n in ("mean", "worst")), f"{found['order']:.4f}"]
-        for key, layer in pair["layers"].items()
-        for name, found in layer.items()
-    ]
-    columns = ["layer", "table", "mean change", "largest change", "rank correlation"]
-    console.print(table(f"tables of {pair['model']} against those of {pair['other']}", columns, rows))
-    routers = "the same, so one plan serves both" if pair["same_routers"] else pair["difference"]
-    say(f"routers: {routers}", console)
-    if pair["experts"]:
-        say(pair["experts"], console)

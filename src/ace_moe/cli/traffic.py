@@ -24,10 +24,11 @@ from .terminal import note, out, print_json, say
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from ..decider import Runtime
+    from ..decider import Deciders
     from ..engines.traces import Trace
     from ..lab.traffic.simulate import Simulation
     from ..lab.traffic.timing import Cost
+
 
 USUAL = (1, 8, 32)  # sequences of a decode step
 BATCH = "Sequences of a decode step. Default: 1,8,32, as far as the trace has requests."
@@ -65,8 +66,8 @@ def trace(
     options = {"workload": workload, "allow_other_weights": allow_other_weights, **deciding.given}
     tokenizer, loaded = loading.load_both(model)
     windows = load_windows(loaded, tokenizer, text, window, tokens)
-    with _under(loaded, plan, skip, options) as runtime:
-        found = read(loaded, runtime, windows, skip, batch)
+    with _under(loaded, plan, skip, options) as deciders:
+        found = read(loaded, deciders, windows, skip, batch)
     size = save_trace(found, output).stat().st_size
     slots = sum(layer.ids.numel() for layer in found.layers.values())
     if as_json:
@@ -76,7 +77,7 @@ def trace(
 
 
 @contextmanager
-def _under(model: PreTrainedModel, plan: Path | None, skip: float, options: dict[str, Any]) -> Iterator[Runtime]:
+def _under(model: PreTrainedModel, plan: Path | None, skip: float, options: dict[str, Any]) -> Iterator[Deciders]:
     """The model under a budget, or as it is: then no tables are needed."""
     from ..ace import ACE
     from ..checkpoint import MoEModel
@@ -84,12 +85,12 @@ def _under(model: PreTrainedModel, plan: Path | None, skip: float, options: dict
     from ..plan import Plan
 
     if plan is None:
-        with attached(model, Plan({}, MoEModel.of(model).fingerprint()), Everything()) as runtime:
-            yield runtime
+        with attached(model, Plan({}, MoEModel.of(model).fingerprint()), Everything()) as deciders:
+            yield deciders
         return
     ace = ACE.load(plan, skip, **options)
     with ace(model):
-        yield ace.runtime
+        yield ace.deciders
 
 
 @command(epilog="Example: ace simulate sample.trace --policy share --skip 0.2,0.4 --batch 1,8,32 --bench latency.json")
@@ -109,12 +110,11 @@ def simulate(
 
     Thresholds are quantiles of the trace. Steps are drawn from different requests.
     """
-    from ..decider.settings import policy_for
     from ..lab.store import SIMULATE, ResultsFile, begin_run, put
     from ..lab.traffic.simulate import Simulation
     from ..lab.traffic.timing import cost_of
     from ..plan import Plan
-    from ..policies import choose
+    from ..policies import choose, policy_for
     from ..provenance import provenance
 
     check_output(output, "results", trace, plan, bench)
@@ -152,7 +152,7 @@ def _load(path: Path) -> Trace:
 
 
 def _sizes(text: str | None, requests: int) -> list[int]:
-    """Batch sizes that were asked for, or the usual ones that the trace has requests for."""
+    """What was asked for, or the usual ones that the trace has requests for."""
     if text is None:
         return [size for size in USUAL if size <= requests] or [1]
     try:
@@ -189,7 +189,7 @@ def _cells(row: dict[str, Any], timed: bool, ranked: bool) -> list[str]:
 
 
 def _unlike(trace: Trace, wanted: list[float]) -> list[str]:
-    """Notes on a trace that is not quite what is simulated."""
+    """What a reader should know of a trace that is not quite what is simulated."""
     from ..decider.rows import PHASES
 
     notes = []

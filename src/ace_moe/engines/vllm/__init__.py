@@ -46,7 +46,7 @@ def engine_args(
 ) -> dict[str, Any]:
     """Arguments of `vllm.LLM` or `EngineArgs` that switch skipping on. `plan` is a file or a plan of the hub, as owner/name;
     settings are those of the server (`Settings`) and the policy's own."""
-    from ...sharing import located
+    from ...plan.hub import located
 
     budget = dict(skip) if isinstance(skip, Mapping) else skip
     path = {} if plan is None else {"plan": str(located(plan).absolute())}

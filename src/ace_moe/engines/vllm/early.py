@@ -6,7 +6,7 @@ from functools import wraps
 from typing import Any
 
 from ...decider.settings import check_tables
-from ...sharing import load_plan
+from ...plan.hub import load_plan
 from ...tables import TABLES
 from . import KEY
 from .settings import Settings, unknown_vllm

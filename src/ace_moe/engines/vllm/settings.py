@@ -15,8 +15,8 @@ from ...decider.settings import Skip, check_tables, policy_for
 from ...decider.tracking import Control, look_up
 from ...errors import IntegrationError, OptionError, PolicyError, brief
 from ...plan import Plan
+from ...plan.hub import load_plan
 from ...policies import AUTO, Policy, choose
-from ...sharing import load_plan
 from ...tables import TABLES
 from ...tables.build import add_tables, automatic_plan
 from . import KEY
@@ -28,6 +28,7 @@ REFUSED = {
     "--enable-dbo": "dual batch overlap splits a step in two",
     "--ubatch-size": "microbatches are parts of a step, and what each token is goes by its place in the whole",
     "--kv-sharing-fast-prefill": "the last layers are given a prompt's last token alone, and cannot tell which it is",
+    "--enable-sleep-mode": "an engine that sleeps gives up the memory in which thresholds and counters lie",
     "--enable-return-routed-experts": "it stores ids in unsigned bytes, where a skipped slot has none",
 }
 EXECUTORS = ("auto", "native", "redirect")  # native: also what was read in vLLM's source and not tried on a GPU
@@ -153,6 +154,8 @@ class Settings:
             check_tables(plan, policy, set())
             return plan, policy
         check_tables(plan, policy, set(TABLES))
+        if not self.plan:
+            return automatic_plan(model, policy.tables), policy
         if plan.lacks(policy.tables) and self.allow_other_weights:  # or adding to the plan would be refused
             plan = plan.check_model(MoEModel.open(model).fingerprint(), allow_other_weights=True)
         return add_tables(plan, policy.tables, model), policy
@@ -194,11 +197,9 @@ def check_policy(policy: Policy) -> None:
             f"compensate={repair!r} cannot be served: what stands in for skipped slots is added by our executors in "
             "transformers alone. Leave it out."
         )
-    why = "it decides by the batch or the sequence, which mix requests in a server"
-    if policy.needs_logits or policy.needs_norms:
-        why = "it needs router logits or expert outputs beside the gates"
     raise PolicyError(
-        f"Policy {policy.key!r} cannot be served: {why}. Policies ace, gsp, rcr, share and other token policies can."
+        f"Policy {policy.key!r} cannot be served: it looks at more than a token's gates and tables, such as its batch, router "
+        "logits or expert outputs. Policies ace, gsp, rcr, share and other token policies can."
     )
 
 
@@ -218,6 +219,7 @@ def refuse_unsupported(vllm_config: Any, traced: bool = False) -> None:
         "--enable-dbo": getattr(parallel, "enable_dbo", False),
         "--ubatch-size": getattr(parallel, "ubatch_size", 0) > 1,
         "--kv-sharing-fast-prefill": getattr(cache, "kv_sharing_fast_prefill", False),
+        "--enable-sleep-mode": getattr(vllm_config.model_config, "enable_sleep_mode", False),
         "--enable-return-routed-experts": getattr(vllm_config.model_config, "enable_return_routed_experts", False),
     }
     reasons = (

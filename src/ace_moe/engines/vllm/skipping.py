@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,7 +17,6 @@ from ...errors import AceError, IntegrationError, PlanError
 from ...kernels import usable
 from ...plan import structure_difference
 from . import KEY
-from .asleep import Asleep
 from .requests import asked
 from .rows import Rows, Share, Step, listen
 from .settings import Settings, batch_invariant, check_content, logger, refuse_unsupported, unknown_vllm
@@ -86,7 +84,6 @@ class Skipping:
         self.budgets: list[Budget] = []  # of requests; number 0 is the server's
         self.tracing = tracing_of(vllm_config, settings, plan.fingerprint, self.device)
         self.later: list[Callable[[], None]] = []  # what waits for vLLM's kernels: executors are chosen then
-        self.asleep: Asleep | None = None
         self.set_skip(settings.skip)
         logger.info("ACE: policy %s", json.dumps(policy.settings))
 
@@ -236,18 +233,7 @@ class Skipping:
     def reset(self) -> None:
         self.runtime.reset()
 
-    def lie_down(self) -> None:
-        """The engine is about to sleep."""
-        self.asleep = self.asleep or Asleep(self.part(), (self.rows.buffer, *self.runtime.tensors()))
-
-    def get_up(self, tags: Sequence[str] | None) -> None:
-        """Some of its memory, or all, is there again."""
-        if self.asleep is not None and self.asleep.wakes(tags):
-            self.asleep = None
-
     def part(self, **place: Any) -> Part:
-        if self.asleep is not None:
-            return replace(self.asleep.part, **place)
         if self.tracing is not None:  # nobody waits for the last step of a busy hour
             self.tracing.flush()
             self.tracing.save()

@@ -220,13 +220,14 @@ class Bench:
 
     def _bytes(self, executed: float) -> float:
         """Weights one decode step must read: all but embeddings and the experts nobody needs."""
-        layers = list(self.ace.runtime.layers.values())
-        experts = {id(p) for layer in layers if (owner := layer.owner()) is not None for p in owner.parameters()}
+        assert self.ace.attachment is not None
+        experts = {id(p) for module in self.ace.attachment.experts() for p in module.parameters()}
+        routed = next(iter(self.ace.deciders.values())).experts
         sizes = [(p.numel() * p.element_size(), id(p) in experts) for p in self.model.parameters()]
         embeddings, head = self.model.get_input_embeddings().weight, self.model.get_output_embeddings()
         unread = 0 if head is not None and head.weight is embeddings else embeddings.numel() * embeddings.element_size()
         dense = sum(size for size, expert in sizes if not expert) - unread
-        return dense + sum(size for size, expert in sizes if expert) * executed / layers[0].mark
+        return dense + sum(size for size, expert in sizes if expert) * executed / routed
 
 
 def _middle(times: Sequence[Timing]) -> Timing:

@@ -19,13 +19,15 @@ from ...checkpoint import MoEModel
 from ...errors import AceError, ModelError, PlanError
 from ...mapping.fit import Histogram
 from ...mapping.passes import attached, observe
-from ...mapping.recipe import fit_budgets, prepare
+from ...mapping.recipe import fit_budgets
 from ...plan import Plan, missing_table
 from ...policies import Policy
 from ...scoring.losses import Losses, perplexity_change, perplexity_interval
 from ...scoring.predictions import score
 from ...scoring.statistics import token_interval
 from ...tables.build import add_tables
+from ..policies import calibrated, prepare
+from ..policies.oracle import Oracle
 from ..store import COMPARE, Results, ResultsFile, begin_run, put
 from .grid import Grid, Key, made
 from .oracle import by_expert, table_correlation
@@ -84,21 +86,21 @@ class Run:
         """Policies that need no text share one dense pass; each calibrated one comes after, with a dense pass of its own."""
         plan, model = self.subject.plan, self.subject.model
         free: dict[str, Policy] = {}
-        calibrated: dict[str, Policy] = {}
+        with_text: dict[str, Policy] = {}
         for method in dict.fromkeys(key.method for key in self.missing):
             with self._refusals(method):
                 policy = self.grid.policy(method, self.grid.gains_of(method)[0])
-                if policy.calibrated:
-                    calibrated[method] = policy
+                if calibrated(policy):
+                    with_text[method] = policy
                     continue
                 plan = add_tables(plan, policy.tables, model)
                 if lacking := plan.lacks(policy.tables):
-                    raise PlanError(missing_table(policy.key, lacking[0], calibrated=False))
+                    raise PlanError(missing_table(policy.key, lacking[0]))
                 free[method] = policy
         contributions = self._dense(plan, free)
         for method in free:
             self._method(method, plan, contributions.get(method))
-        for method, policy in calibrated.items():
+        for method, policy in with_text.items():
             with self._refusals(method):
                 own = prepare(self.subject.plan, policy, model, self.subject.calibration or self.subject.windows)
                 self._method(method, own, self._dense(own, {method: policy}).get(method))
@@ -131,9 +133,9 @@ class Run:
         for gain in dict.fromkeys(key.gain for key in keys):
             with (
                 self._refusals(method),
-                attached(self.subject.model, plan, self.grid.policy(method, gain)) as runtime,
+                attached(self.subject.model, plan, self.grid.policy(method, gain)) as deciders,
             ):
-                passes = Recorder(runtime, self.subject)
+                passes = Recorder(deciders, self.subject)
                 for key in (key for key in keys if key.gain == gain):
                     with self._refusals(method, [key.budget]):
                         self._cell(key, passes, dense)
@@ -198,7 +200,7 @@ class Run:
         methods = list(dict.fromkeys([*grid["methods"], *self.grid.methods]))
         results["grid"] = {"methods": methods, "budgets": budgets, "gains": gains}
         # these look at every expert's output: they save nothing and show what a perfect score could reach
-        results["references"] = [method for method in methods if made(method).needs_norms]
+        results["references"] = [method for method in methods if isinstance(made(method), Oracle)]
         results["servable"] = results.get("servable", {}) | self.grid.servable()
         for method in self.grid.methods:
             if refused := results["refused"].pop(method, None):

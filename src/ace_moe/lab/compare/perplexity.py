@@ -140,10 +140,10 @@ def run(
     results: Results = {"kind": PERPLEXITY} if file is None else file.read()
     if ace is not None:
         ace.reset()
-        ace.runtime.restore_counts(results.get("counts", {}))
+        ace.deciders.continue_counts(results.get("counts", {}))
 
     def save(nll: list[float]) -> None:
-        counts = {} if ace is None else {key: c.tolist() for key, c in ace.runtime.counts().items()}
+        counts = {} if ace is None else {key: c.tolist() for key, c in ace.deciders.counts().items()}
         with nullcontext(results) if file is None else file.changed() as stored:
             if len(nll) > len(stored.get("nll", ())):  # windows come in order: the longer list has all of the other
                 stored |= {**facts, "nll": list(nll), "counts": counts}

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ...checkpoint import MoEModel
-from ...decider import Runtime
+from ...decider import Deciders
 from ...decider.report import ratio
 from ...mapping.fit import Histogram
 from ...mapping.passes import Counted, Passes
@@ -84,10 +84,10 @@ class Outcome:
 class Recorder(Passes):
     """Passes under an attached policy that remember, for each τ, what it did."""
 
-    def __init__(self, runtime: Runtime, subject: Subject, faithful: bool = True):
+    def __init__(self, deciders: Deciders, subject: Subject, faithful: bool = True):
         """`faithful`: passes are compared with the unskipped model's."""
         run = partial(score, whole=self._whole) if faithful else score
-        super().__init__(runtime, subject.model, subject.windows, subject.batch, run, subject.calibration)
+        super().__init__(deciders, subject.model, subject.windows, subject.batch, run)
         self.subject = subject
         self.outcomes: dict[float, Outcome] = {}
         self.asked: list[float] = []  # every τ, whether a pass was needed for it or not
@@ -111,22 +111,22 @@ class Recorder(Passes):
 
     def _run(self, threshold: float) -> Histogram:
         """One pass; its slots are counted by expert as well, without waiting for the device."""
-        layers = self.runtime.layers
-        counted = {key: layer.counts.new_zeros(2, layer.mark + 1) for key, layer in layers.items()}  # routed, executed
+        deciders = self.deciders
+        counted = {key: one.counts.new_zeros(2, one.skipped + 1) for key, one in deciders.items()}  # routed, executed
 
         def add(key: str, routing: Routing, protected: Tensor | None, decision: Decision) -> None:
-            executed = torch.where(decision.keep, decision.ids, layers[key].mark)
+            executed = torch.where(decision.keep, decision.ids, deciders[key].skipped)
             both = torch.stack([routing.ids, executed]).flatten(1).long()
             counted[key].scatter_add_(1, both, torch.ones_like(both))
 
-        with self.runtime.observed(lambda key: partial(add, key)):
+        with deciders.observed(lambda key: partial(add, key)):
             contributions = super().__call__(threshold)
-        by_layer = {key: ratio(counts.sum(0)) for key, counts in self.runtime.counts().items()}
+        by_layer = {key: ratio(counts.sum(0)) for key, counts in self.deciders.counts().items()}
         by_expert: dict[str, list[float | None]] = {}
         for key, counts in counted.items():
             pairs = zip(*counts[:, :-1].tolist(), strict=True)
             by_expert[key] = [round(1 - ran / routed, 4) if routed else None for routed, ran in pairs]
-        self.outcomes[threshold] = Outcome(self.results[threshold], self.runtime.realised, by_layer, by_expert)
+        self.outcomes[threshold] = Outcome(self.results[threshold], self.deciders.realised, by_layer, by_expert)
         return contributions
 
 
