@@ -29,9 +29,10 @@ class Budget(NamedTuple):
         if isinstance(wish, Budget):
             return wish
         if not isinstance(wish, Mapping):
-            return cls(*[fraction(wish)] * 3)
+            value = fraction(wish)
+            return cls(value, value, value)
         if set(wish) == {"both"}:
-            return cls(*[fraction(wish["both"])] * 3)
+            return cls.parse(wish["both"])
         unknown = sorted(str(key) for key in set(wish) - set(PHASES))
         if unknown or not {"prefill", "decode"} <= set(wish):
             said = f"it has {', '.join(unknown)}" if unknown else f"it names only {', '.join(wish) or 'nothing'}"
@@ -42,7 +43,12 @@ class Budget(NamedTuple):
 
     def check(self, top_k: int, min_active: int = 1) -> Budget:
         """This budget if a model with this many slots a token can meet it, else an error that names the limit."""
-        check_budget(max(self), top_k, min_active)
+        limit = largest(top_k, min_active)
+        if max(self) > limit:
+            raise BudgetError(
+                f"A budget of {max(self):.1%} cannot be met: with {top_k} slots a token and {min_active} always kept, at most "
+                f"{limit:.1%} can be skipped. Lower the budget or min_active."
+            )
         return self
 
     def rounded(self) -> Budget:
@@ -92,13 +98,7 @@ def fraction(wish: Any) -> float:
 
 def check_budget(wish: Any, top_k: int, min_active: int = 1) -> float:
     """One budget as a number that the rule can meet, or an error that names the limit."""
-    value, limit = fraction(wish), largest(top_k, min_active)
-    if value > limit:
-        raise BudgetError(
-            f"A budget of {value:.1%} cannot be met: with {top_k} slots a token and {min_active} always kept, at most "
-            f"{limit:.1%} can be skipped. Lower the budget or min_active."
-        )
-    return value
+    return Budget.parse(fraction(wish)).check(top_k, min_active).decode
 
 
 def largest(top_k: int, min_active: int = 1) -> float:

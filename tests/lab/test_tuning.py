@@ -19,7 +19,6 @@ from hypothesis import strategies as st
 import zoo
 from ace_moe import ACE, build_plan
 from ace_moe.demo import MODEL, TEXT
-from ace_moe.engines.vllm.settings import Settings
 from ace_moe.errors import PlanError, TextError
 from ace_moe.lab.policies.calls import answers, watch
 from ace_moe.lab.tune import factors, trials, tune
@@ -76,6 +75,8 @@ def test_a_stopped_search_loses_nothing(ran: dict[str, Any]) -> None:
 
 
 def test_the_recommendation_is_what_auto_runs(ran: dict[str, Any]) -> None:
+    from ace_moe.engines.vllm.settings import Settings
+
     plan = Plan.load(ran["path"])
     found = plan.recommendation
     assert found is not None and found["settings"] == ran["said"]["settings"] and found["budgets"] == [0.5]

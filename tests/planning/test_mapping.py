@@ -9,7 +9,8 @@ from ace_moe import ACE
 from ace_moe.budget import check_budget
 from ace_moe.errors import BudgetError
 from ace_moe.mapping import Passes, fit_budgets
-from ace_moe.mapping.fit import BINS, Fit, Histogram, correct, quantile_fits, search
+from ace_moe.mapping.fit import BINS, Fit, Histogram, quantile_fits
+from ace_moe.mapping.recipe import corrected_fit, search
 from ace_moe.policies import make
 
 BUDGETS = [0.1, 0.2, 0.3, 0.4, 0.5, 0.6]
@@ -88,16 +89,16 @@ def drifting(shift):
 def test_correction_finds_the_fixed_point(shift):
     run = drifting(shift)
     (fit,) = quantile_fits(run(0.0), [0.5])
-    found = correct(run, fit)
+    found = corrected_fit(run, fit)
     assert abs(found.realised - 0.5) <= 5e-4
     assert found.corrected and 1 <= found.passes <= 6
-    assert correct(run, Fit(0.0, 0.0, 0.0, 0, False)).passes == 0
+    assert corrected_fit(run, Fit(0.0, 0.0, 0.0, 0, False)).passes == 0
 
 
 def test_binary_search_agrees_and_costs_more_passes():
     run = drifting(0.3)
     found = search(run, 0.5)
-    quantile = correct(run, quantile_fits(run(0.0), [0.5])[0])
+    quantile = corrected_fit(run, quantile_fits(run(0.0), [0.5])[0])
     assert abs(found.realised - 0.5) <= 5e-4
     assert found.threshold == pytest.approx(quantile.threshold, abs=1e-2)
     assert found.passes > quantile.passes
@@ -118,7 +119,7 @@ def test_correction_keeps_the_best_pass(monkeypatch):
         def threshold(self, wanted):
             return self.value
 
-    found = correct(lambda tau: Stub(next(ratios)), Fit(0.5, 0.1, 0.5, 0, False))
+    found = corrected_fit(lambda tau: Stub(next(ratios)), Fit(0.5, 0.1, 0.5, 0, False))
     assert (found.realised, found.threshold, found.passes) == (0.47, 0.40, 6)
 
 

@@ -123,10 +123,6 @@ class Decider(nn.Module):
         self.observers.append(observer)
         return lambda: self.observers.remove(observer)
 
-    def reset(self) -> None:
-        self.counts.zero_()
-        self.reads.zero_()
-
     # ---- deciding -----------------------------------------------------------------------------------------------
 
     def decide(self, ids: Tensor, gates: Tensor, hidden: Tensor | None = None) -> tuple[Tensor, Tensor]:

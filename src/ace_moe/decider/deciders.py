@@ -15,7 +15,6 @@ from ..policies import Policy, TokenPolicy
 from .controller import Controller
 from .decider import Decider, Observer
 from .report import COUNTED, NOT_COUNTED, Part, ratio
-from .rows import row_of
 from .state import UNCONTROLLED, State
 
 
@@ -63,11 +62,7 @@ class Deciders(Mapping[str, Decider]):
 
     def set(self, thresholds: Tensor, budget: int = 0, targets: Tensor | None = None) -> None:
         """Set τ of a budget's phases, [3], at once; with targets [3] the controller moves it from there."""
-        tau, target = self.state.tau, self.state.target
-        rows = slice(row_of("prefill", budget), row_of("prefill", budget + 1))
-        tau[rows] = thresholds
-        target[rows] = UNCONTROLLED if targets is None else targets
-        self.state.set(tau, target)
+        self.state.set_budget(thresholds, budget, targets)
         if self.state.controlled and self._by_key:  # what was counted until now belongs to no step
             self.control()
             self._restart_controller()
@@ -122,8 +117,9 @@ class Deciders(Mapping[str, Decider]):
 
     def reset(self) -> None:
         self.padding_known = True
-        for decider in self.values():
-            decider.reset()
+        for decider in self._by_key.values():
+            decider.counts.zero_()
+            decider.reads.zero_()
         self._restart_controller()
 
     def part(self, **facts: Any) -> Part:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .rows import PADDING, RESTORED, rows_for
+from .rows import PADDING, RESTORED, row_of, rows_for
 
 UNCONTROLLED = float("nan")  # the target of a class whose τ stays where it is
 
@@ -69,6 +69,14 @@ class State:
         self._host = self._host._replace(tau=now, target=self._host.target if target is None else target.float().cpu())
         self.controlled = not bool(self._host.target.isnan().all())
         self._write()
+
+    def set_budget(self, tau: Tensor, budget: int, target: Tensor | None) -> None:
+        """τ and targets of one budget's phases, [3] each; without targets they stay where they are."""
+        first = row_of("prefill", budget)
+        every, targets = self.tau, self._host.target.clone()
+        every[first : first + len(tau)] = tau
+        targets[first : first + len(tau)] = UNCONTROLLED if target is None else target
+        self.set(every, targets)
 
     def restore(self, on: bool) -> None:
         """Whether rows of generated and drafted tokens get slots back."""

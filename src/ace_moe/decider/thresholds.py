@@ -44,7 +44,7 @@ def by_phase(lookup: Lookup, budget: Budget) -> list[Answer]:
 
     A threshold is measured with one budget for all phases: where they differ, it counts as not corrected.
     """
-    if budget.uniform:
+    if budget.prefill == budget.decode == budget.verify:
         return [lookup.at(budget.decode)] * len(PHASES)
     prefill, decode = lookup.at(budget.prefill, "prefill"), lookup.at(budget.decode, "decode")
     verify = decode if budget.verify == budget.decode else lookup.at(budget.verify, "verify")

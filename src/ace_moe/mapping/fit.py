@@ -10,8 +10,8 @@ from __future__ import annotations
 import datetime
 import itertools
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -104,9 +104,6 @@ class Fit:
     corrected: bool
 
 
-Pass = Callable[[float], Histogram]  # runs the model with τ over the text; what its slots contributed
-
-
 class Dense(Protocol):
     """What is known of the unskipped model: a histogram, or the curve that was kept of one."""
 
@@ -125,47 +122,6 @@ def quantile_fits(dense: Dense, budgets: Sequence[float]) -> list[Fit]:
             raise out_of_reach(budget, dense.limit, "on this text")
         fits.append(Fit(budget, tau, dense.ratio(tau), 0, corrected=False))
     return fits
-
-
-def correct(run: Pass, fit: Fit, tolerance: float = 5e-4, max_passes: int = 6) -> Fit:
-    """Move τ until the skipped model itself realises the budget; the best of at most `max_passes` passes.
-
-    Each pass is the skipped model's own histogram: its quantile is the next τ. States move little with τ, so this
-    fixed-point step converges in one or two passes.
-    """
-    if fit.budget == 0:
-        return fit
-    tau, best = fit.threshold, None
-    for done in range(1, max_passes + 1):
-        seen = run(tau)
-        realised = seen.ratio(tau)
-        if best is None or abs(realised - fit.budget) < abs(best.realised - fit.budget):
-            best = Fit(fit.budget, tau, realised, done, corrected=True)
-        if abs(realised - fit.budget) <= tolerance:
-            break
-        tau = seen.threshold(fit.budget)
-    assert best is not None
-    return replace(best, passes=done)
-
-
-def search(run: Pass, budget: float, tolerance: float = 5e-4, max_passes: int = 24) -> Fit:
-    """Binary search over τ with a pass of the skipped model at each step: what quantile mapping is compared with."""
-    return bisect(lambda tau: run(tau).ratio(tau), budget, tolerance, max_passes)
-
-
-def bisect(realised: Callable[[float], float], budget: float, tolerance: float, max_passes: int) -> Fit:
-    """The τ in [0, 1] whose realised ratio comes closest to the budget."""
-    low, high = 0.0, 1.0
-    best = Fit(budget, 0.0, 0.0, 0, corrected=True)
-    for done in range(1, max_passes + 1):
-        tau = math.ceil((low + high) / 2 * BINS) / BINS
-        found = realised(tau)
-        if abs(found - budget) <= abs(best.realised - budget):
-            best = Fit(budget, tau, found, done, corrected=True)
-        if abs(found - budget) <= tolerance or high - low <= 1 / BINS:
-            break
-        low, high = (tau, high) if found < budget else (low, tau)
-    return replace(best, passes=done)
 
 
 # ---- a histogram as a curve: few points, so that a line between them is as good ------------------------------------------------

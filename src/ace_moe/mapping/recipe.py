@@ -5,6 +5,7 @@ The one home of it: `ACE`, `ace plan`, `ace run`, `ace serve`, the demo and comp
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
@@ -21,8 +22,7 @@ from ..policies import PRESETS, Policy
 from ..scoring.predictions import predicts
 from ..tables.build import add_tables
 from ..text import Windows
-from . import fit as mapping
-from .fit import Dense, Fit, curve_of
+from .fit import BINS, Dense, Fit, Histogram, curve_of, quantile_fits
 from .passes import Passes, Run, attached, judge, read_through
 from .texts import TextSource
 from .unfinished import Partial
@@ -184,6 +184,47 @@ def known_fit(plan: Plan, policy: Policy, windows: Windows, budget: float, corre
     return None
 
 
+def corrected_fit(run: Callable[[float], Histogram], fit: Fit, tolerance: float = 5e-4, max_passes: int = 6) -> Fit:
+    """Move τ until the skipped model itself realises the budget; the best of at most `max_passes` passes.
+
+    Each pass is the skipped model's own histogram: its quantile is the next τ. States move little with τ, so this
+    fixed-point step converges in one or two passes.
+    """
+    if fit.budget == 0:
+        return fit
+    tau, best = fit.threshold, None
+    for done in range(1, max_passes + 1):
+        seen = run(tau)
+        realised = seen.ratio(tau)
+        if best is None or abs(realised - fit.budget) < abs(best.realised - fit.budget):
+            best = Fit(fit.budget, tau, realised, done, corrected=True)
+        if abs(realised - fit.budget) <= tolerance:
+            break
+        tau = seen.threshold(fit.budget)
+    assert best is not None
+    return replace(best, passes=done)
+
+
+def search(run: Callable[[float], Histogram], budget: float, tolerance: float = 5e-4, max_passes: int = 24) -> Fit:
+    """Binary search over τ with a pass of the skipped model at each step: what quantile mapping is compared with."""
+    return bisect(lambda tau: run(tau).ratio(tau), budget, tolerance, max_passes)
+
+
+def bisect(realised: Callable[[float], float], budget: float, tolerance: float, max_passes: int) -> Fit:
+    """The τ in [0, 1] whose realised ratio comes closest to the budget."""
+    low, high = 0.0, 1.0
+    best = Fit(budget, 0.0, 0.0, 0, corrected=True)
+    for done in range(1, max_passes + 1):
+        tau = math.ceil((low + high) / 2 * BINS) / BINS
+        found = realised(tau)
+        if abs(found - budget) <= abs(best.realised - budget):
+            best = Fit(budget, tau, found, done, corrected=True)
+        if abs(found - budget) <= tolerance or high - low <= 1 / BINS:
+            break
+        low, high = (tau, high) if found < budget else (low, tau)
+    return replace(best, passes=done)
+
+
 def fit_budgets(
     passes: Passes, budgets: Sequence[float], *, correct: bool = True, dense: Dense | None = None
 ) -> list[Fit]:
@@ -193,12 +234,12 @@ def fit_budgets(
     """
     if passes.policy.mapping == "search":
         return search_budgets(passes, budgets)
-    fits = mapping.quantile_fits(dense if dense is not None else passes(0.0), budgets)
+    fits = quantile_fits(dense if dense is not None else passes(0.0), budgets)
     if not correct:
         return fits
     # slots of equal contribution cannot be split: such a budget is measured once, no correction brings it closer
     most = [1 if abs(fit.realised - fit.budget) > COARSE else MOST_CORRECTIONS for fit in fits]
-    return [mapping.correct(passes, fit, max_passes=n) for fit, n in zip(fits, most, strict=True)]
+    return [corrected_fit(passes, fit, max_passes=n) for fit, n in zip(fits, most, strict=True)]
 
 
 def search_budgets(passes: Passes, budgets: Sequence[float]) -> list[Fit]:
@@ -215,7 +256,7 @@ def search_budgets(passes: Passes, budgets: Sequence[float]) -> list[Fit]:
         if abs(realised(wanted) - wanted) <= SEARCHED:  # some knobs are the ratio itself
             fit = Fit(wanted, wanted, realised(wanted), 0, corrected=True)
         else:
-            fit = mapping.bisect(realised, wanted, SEARCHED, MOST_STEPS)
+            fit = bisect(realised, wanted, SEARCHED, MOST_STEPS)
         fits.append(replace(fit, passes=passes.count - before))
     return fits
 

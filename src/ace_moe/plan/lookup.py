@@ -119,10 +119,10 @@ class Correction:
 
     def at(self, budget: float) -> Answer:
         curve = self.curve
-        if budget > curve.limit + STEP:
-            raise out_of_reach(budget, curve.limit, f"on {curve.workload.name}")
+        if budget > self.xs[-1] + STEP:
+            raise out_of_reach(budget, self.xs[-1], f"on {curve.workload.name}")
         tau = curve.threshold(on_line(self.xs, self.ys, budget))
-        expected = on_line(self.ys, self.xs, curve.ratio(tau))
+        expected = on_line(self.ys, self.xs, on_line(*curve.lines, tau))
         how: How = "between" if len(self.xs) > 2 else "uncorrected"
         error = self._left_out(budget) if how == "between" else None
         if abs(expected - budget) > STEP:

@@ -129,14 +129,6 @@ class TokenPolicy(Policy):
 
     mapping: ClassVar[Mapped] = "quantile"
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-
-    @property
-    def params(self) -> dict[str, Any]:
-        """Without what says nothing."""
-        return super().params
-
     @property
     def form(self) -> Form | None:
         """The contribution written down; a policy has this or a `contribution` of its own, never both."""

@@ -17,7 +17,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from ...ace import ACE
 from ...engines.transformers.experts import UNRULED
 from ...errors import IntegrationError, OptionError
-from ...mapping.fit import bisect
+from ...mapping.recipe import bisect
 from ...plan import Plan
 from ...provenance import provenance
 from ...tables.build import build_plan
