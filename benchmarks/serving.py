@@ -33,7 +33,7 @@ from ace_moe.cli.serving import parse_kernels
 from ace_moe.engines.vllm import engine_args, register
 from ace_moe.engines.vllm.control import AceWorker, report, reset, set_threshold
 from ace_moe.lab.bench.shapes import QWEN3_30B
-from ace_moe.mapping.fit import bisect
+from ace_moe.mapping.recipe import bisect
 
 register()  # also where the package is on the path without being installed: workers import this module
 TINY = {
