@@ -83,14 +83,16 @@ NONE = Budget(0.0, 0.0, 0.0)
 def fraction(wish: Any) -> float:
     """One budget as a number, whatever the model: 0.3 of NumPy or torch in single precision is the 0.3 that was mapped."""
     try:
+        if isinstance(wish, (bool, str)):  # which Python would take for numbers
+            raise TypeError
         value = float(wish) if isinstance(wish, (int, float)) else round(float(wish), 6)
     except (TypeError, ValueError, OverflowError):
         raise BudgetError(
-            f"A budget is the fraction of routed slots to skip, such as 0.5; {wish!r} is not a number."
+            f"A budget is the fraction of routed slots to skip, such as 0.5; {wish!r:.60} is not a number."
         ) from None
     if not math.isfinite(value) or not 0 <= value < 1:
         raise BudgetError(
-            f"A budget is a fraction from 0 to less than 1 of the routed slots, such as 0.5; not {wish!r}."
+            f"A budget is a fraction from 0 to less than 1 of the routed slots, such as 0.5; not {wish!r:.60}."
         )
     return value
 

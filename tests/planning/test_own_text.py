@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
 from ace_moe import ACE
+from ace_moe.budget import Budget
 from ace_moe.checkpoint.loading import load_tokenizer
 from ace_moe.cli.serving import find_plan
 from ace_moe.demo import MODEL, TEXT
@@ -161,9 +162,9 @@ def test_serving_maps_what_is_missing_before_vllm_starts(demo_plan: Plan, tmp_pa
     assert (entry.budget, entry.workload.name) == (0.5, NAME)
     before = path.read_bytes()
     find_plan(str(MODEL), path, settings, None)
-    find_plan(str(MODEL), path, replace(settings, skip=0.3, workload="other.txt"), None)
+    find_plan(str(MODEL), path, replace(settings, skip=Budget.parse(0.3), workload="other.txt"), None)
     with pytest.raises(BudgetError, match="cannot be met"):
-        find_plan(str(MODEL), path, replace(settings, skip=0.95), None)
+        find_plan(str(MODEL), path, replace(settings, skip=Budget.parse(0.95)), None)
     assert path.read_bytes() == before
 
 

@@ -13,8 +13,8 @@ from torch import Tensor
 from ace_moe.decider import Layer, Part
 from ace_moe.decider.state import State
 from ace_moe.demo import MODEL
-from ace_moe.engines.vllm.rows import Rows, Step
 from ace_moe.engines.vllm.skipping import SKIPPED
+from ace_moe.engines.vllm.steps import Step, TokenClasses
 from ace_moe.policies import make
 
 EXPERTS, TOP_K = 16, 6
@@ -31,16 +31,16 @@ def layer(
     policy: str = "ace", taus: tuple[float, float] = (0.1, 0.18), step: Step | None = None, kernels: bool = False,
     device: str = "cpu", **settings: Any,
 ) -> Layer:  # fmt: skip
-    """A layer as vLLM's integration makes it, with the rows of a step (none: all padding); τ for prefill and decode."""
+    """A layer as vLLM's integration makes it, with the classes of a step (none: all padding); τ for prefill and decode."""
     generator = torch.Generator().manual_seed(0)
     tables = {name: torch.rand(EXPERTS, generator=generator) + 0.5 for name in ("gsp", "rcr")}
-    state, rows = State(), Rows(512, device)
+    state, classes = State(), TokenClasses(512, device)
     state.set(torch.tensor([0.0, *taus, taus[1]]))
     options = {"device": device, "kernels": kernels, "opaque": False}
     made = Layer("0", make(policy, **settings), tables, state, SKIPPED, **options)
-    made.tokens = rows
+    made.tokens = classes
     if step is not None:
-        rows.mark(step)
+        classes.mark(step)
     return made
 
 

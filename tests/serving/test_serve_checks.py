@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
+from ace_moe.budget import Budget
 from ace_moe.cli import serving
 from ace_moe.demo import MODEL
 from ace_moe.engines.vllm import register
-from ace_moe.engines.vllm.early import check
+from ace_moe.engines.vllm.preflight import check
 from ace_moe.engines.vllm.settings import Settings
 from ace_moe.errors import AceError
 from ace_moe.plan import Plan
@@ -73,7 +74,7 @@ def test_a_vllm_that_cannot_be_hooked_runs_on_unless_it_is_asked_to_skip(
 
     stock = inspect.unwrap(EngineArgs.create_engine_config)
     monkeypatch.setattr(EngineArgs, "create_engine_config", stock)
-    monkeypatch.setattr("ace_moe.engines.vllm.valve.listen", lambda: EngineArgs.no_such_method)
+    monkeypatch.setattr("ace_moe.engines.vllm.controller.listen", lambda: EngineArgs.no_such_method)
     register()
     assert EngineArgs(model=str(MODEL)).create_engine_config().model_config.model == str(MODEL)
     with pytest.raises(AceError, match=r"does not know this vLLM \(0\..*no_such_method.*tried with 0\.32"):
@@ -104,7 +105,7 @@ def test_texts_are_mapped_into_the_plan_that_was_given(plan: Path, monkeypatch: 
         return SimpleNamespace(plan=had)
 
     monkeypatch.setattr("ace_moe.mapping.map_budgets", mapped)
-    serving.map_missing(str(MODEL), Settings(plan=str(plan), skip=0.5), plan)
+    serving.map_missing(str(MODEL), Settings(plan=str(plan), skip=Budget.parse(0.5)), plan)
     assert seen == [Plan.load(plan)]
 
 

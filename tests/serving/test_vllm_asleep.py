@@ -22,7 +22,7 @@ class Worker:
 
     def sleep(self, level: int = 1) -> None:
         own = skipping.find(self.vllm_config)
-        for tensor in [] if own is None else [own.rows.buffer, *own.runtime.tensors()]:
+        for tensor in [] if own is None else [own.classes.buffer, *own.runtime.tensors()]:
             tensor.fill_(101)
 
     def wake_up(self, tags: list[str] | None = None) -> None:
@@ -48,12 +48,12 @@ def test_a_sleeping_engine_keeps_what_it_had(configured: Callable[..., Any], tag
     assert own is not None
     for n in range(6):
         own.add(n, f"model.layers.{n}", FOUND)
-    own.set_threshold([0.1, 0.2])
+    own.change(threshold=[0.1, 0.2])
     own.runtime.state.set(own.runtime.state.tau, torch.full_like(own.runtime.state.target, 0.3))
     own.runtime.track()
-    own.rows.mark(step([4], 9, 4))
+    own.classes.mark(step([4], 9, 4))
     own.runtime.layers["0"].counts.fill_(7)
-    tensors = [own.rows.buffer, *own.runtime.tensors()]
+    tensors = [own.classes.buffer, *own.runtime.tensors()]
     before, report = [t.clone() for t in tensors], worker.ace_report()
     worker.sleep(level=2)
     for tag in tags:

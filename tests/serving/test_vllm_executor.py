@@ -13,7 +13,7 @@ from serving_parts import EXPERTS, experts, layer, routing, runner, step
 from torch import Tensor
 
 from ace_moe.engines.vllm import backends, executor
-from ace_moe.engines.vllm.executor import compact, redirected
+from ace_moe.engines.vllm.executor import Compact, Redirect
 from ace_moe.engines.vllm.settings import Settings
 from ace_moe.errors import IntegrationError
 
@@ -36,17 +36,27 @@ def skipped(tokens: int, tau: float = 0.15) -> tuple[Tensor, Tensor, Tensor]:
     return torch.randn(tokens, 8, generator=torch.Generator().manual_seed(5)), gates, ids
 
 
+def compact(run: Any, x: Tensor, gates: Tensor, ids: Tensor, expert_map: Tensor | None = None) -> Tensor:
+    return Compact(SimpleNamespace(expert_map=expert_map))(run, x, gates, ids)
+
+
+def redirected(gates: Tensor, ids: Tensor) -> Tensor:
+    """The ids that reach the kernel."""
+    Redirect()(run := Seen(), gates, gates, ids)
+    return run.ids
+
+
 @pytest.mark.parametrize("tokens", [1, 17])
 def test_compaction_runs_the_kept_slots_and_no_others(tokens: int) -> None:
     run, (x, gates, ids) = Dense(), skipped(tokens)
     expected = Dense()(x, gates, redirected(gates, ids))
-    torch.testing.assert_close(compact(run, x, gates, ids, None), expected)
+    torch.testing.assert_close(compact(run, x, gates, ids), expected)
     assert run.slots == int((ids >= 0).sum()) < ids.numel()
 
 
 def test_compaction_with_experts_on_two_ranks() -> None:
     x, gates, ids = skipped(9)
-    whole, parts, slots = compact(Dense(), x, gates, ids, None), torch.zeros_like(x), 0
+    whole, parts, slots = compact(Dense(), x, gates, ids), torch.zeros_like(x), 0
     for rank in range(2):
         run = Dense()
         run.weights = run.weights[rank * 8 : rank * 8 + 8]
@@ -60,7 +70,7 @@ def test_compaction_with_experts_on_two_ranks() -> None:
 
 def test_a_rank_without_any_slot_returns_zeros() -> None:
     x, gates, ids = skipped(3)
-    assert (compact(Dense(), x, gates, torch.full_like(ids, -1), None) == 0).all()
+    assert (compact(Dense(), x, gates, torch.full_like(ids, -1)) == 0).all()
 
 
 def test_redirected_slots_point_at_the_tokens_top_expert() -> None:
@@ -261,7 +271,7 @@ def test_padding_is_no_slot_for_any_way() -> None:
     out = redirected(gates, ids)
     assert (out[3:] == 0).all() and (out >= 0).all()
     run = Dense()
-    assert (compact(run, x, gates, ids, None)[3:] == 0).all() and run.slots == int((ids >= 0).sum())
+    assert (compact(run, x, gates, ids)[3:] == 0).all() and run.slots == int((ids >= 0).sum())
 
 
 def test_unknown_kernel_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:

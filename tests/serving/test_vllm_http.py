@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from serving_parts import reply
+from serving_parts import FOUND, reply
 
 from ace_moe.engines.vllm import http
 from ace_moe.engines.vllm.control import AceWorker
@@ -84,7 +84,7 @@ GOOD: dict[str, tuple[str, dict[str, Any]]] = {
     '{"skip": 0}': ("ace_set", {"skip": 0}),
     '{"skip": 0.4, "reset": true}': ("ace_set", {"skip": 0.4, "reset": True}),
     '{"skip": 0.4, "reset": false}': ("ace_set", {"skip": 0.4}),
-    '{"skip": {"both": 0.4}}': ("ace_set", {"skip": {"both": 0.4}}),
+    '{"skip": {"both": 0.4}}': ("ace_set", {"skip": 0.4}),
     '{"skip": {"prefill": 0.5, "decode": 0}}': ("ace_set", {"skip": {"prefill": 0.5, "decode": 0}}),
     '{"threshold": 0}': ("ace_set", {"threshold": 0}),
     '{"threshold": [0.1, 0.2]}': ("ace_set", {"threshold": [0.1, 0.2]}),
@@ -187,10 +187,11 @@ def test_a_worker_resets_only_with_a_budget_that_is_one(configured: Callable[...
     worker.vllm_config = configured(plan=str(mapped))
     parallel = {"tensor_parallel_size": 1, "rank": 0, "data_parallel_rank": 0}
     worker.vllm_config.parallel_config = SimpleNamespace(**parallel)
-    skipping, done = worker.vllm_config.additional_config.skipping, []
-    skipping.reset = lambda: done.append(True)
-    assert "error" in worker.ace_set(skip=0.99, reset=True) and done == []
-    assert worker.ace_set(skip=0.5, reset=True)["notices"] == [] and done == [True]
+    layer = worker.vllm_config.additional_config.skipping.add(0, "model.layers.0", FOUND)
+    layer.counts.fill_(5)
+    assert "error" in worker.ace_set(skip=0.99, reset=True) and worker.ace_report()["counts"]["0"][1] == [5, 5, 5]
+    reply = worker.ace_set(skip=0.5, reset=True)
+    assert reply["notices"] == [] and reply["counts"]["0"][1] == [0, 0, 0]
     (notice,) = http.together([worker.ace_set(skip=0.4), worker.ace_set(skip=0.4)])["notices"]
     assert "between measured budgets" in notice
 

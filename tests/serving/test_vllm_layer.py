@@ -11,8 +11,8 @@ from serving_parts import EXPERTS, TOP_K, layer, routing, step
 from ace_moe import rule
 from ace_moe.decider import Layer, row_of
 from ace_moe.decider.rows import Phase
-from ace_moe.engines.vllm.rows import Step
 from ace_moe.engines.vllm.skipping import SKIPPED
+from ace_moe.engines.vllm.steps import Step
 from ace_moe.kernels.routing import TopK
 
 MIXED = step([3, 1, 3], [0, 9, 9], [3, 4, 4], [0, 0, 2])  # three of a prompt, two generated, two drafts

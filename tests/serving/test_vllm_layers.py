@@ -42,10 +42,18 @@ def test_routing_stays_outside_of_a_models_own_experts(monkeypatch: pytest.Monke
         assert getattr(config, "require_decomposed_backend", False) == (skipping is not None)
 
 
-def test_experts_that_are_constants_are_refused() -> None:
-    """A pruned checkpoint in vLLM 0.33: behind the router a skipped slot would become expert 0's, with gate 0."""
-    runner = SimpleNamespace(layer_name="model.layers.3.mlp.experts", routed_experts=SimpleNamespace())
-    layers._refuse_constants(runner)
-    runner.routed_experts.expert_substitution = object()
+@pytest.mark.vllm
+def test_layers_that_would_not_do_what_the_rule_says_are_refused() -> None:
+    """A router of its own; and a pruned checkpoint in vLLM 0.33: a skipped slot would become expert 0's, with gate 0."""
+    from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
+
+    router = type("Common", (BaseRouter,), {"__init__": lambda self: None, "__abstractmethods__": frozenset()})()
+    experts = SimpleNamespace(quant_method=SimpleNamespace(is_monolithic=False))
+    runner = SimpleNamespace(layer_name="model.layers.3.mlp.experts", routed_experts=experts, router=router)
+    layers.refuse(runner)
+    experts.expert_substitution = object()
     with pytest.raises(IntegrationError, match=r"layers\.3.*replaced by constants"):
-        layers._refuse_constants(runner)
+        layers.refuse(runner)
+    runner.router = object()
+    with pytest.raises(IntegrationError, match=r"layers\.3.*its router \(object\)"):
+        layers.refuse(runner)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from ace_moe.budget import Budget
 from ace_moe.demo import MODEL
 from ace_moe.engines.vllm import engine_args
 from ace_moe.engines.vllm.settings import EVERY, Settings, check_policy
@@ -23,7 +24,7 @@ def test_engine_args() -> None:
     ace = found["additional_config"]["ace"]
     assert ace["plan"].startswith("/") and ace["skip"] == skip and ace["gain"] == "none"
     settings = Settings.from_dict(ace)
-    assert settings.policy_settings == {"gain": "none"} and settings.skip == skip
+    assert settings.policy_settings == {"gain": "none"} and settings.skip == Budget(0.5, 0.2, 0.2)
 
 
 def test_a_plan_of_the_hub_is_fetched_before_workers_start(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,16 +55,16 @@ def serve(
     dry_run: Annotated[bool, option(DRY_RUN)] = False,
 ) -> None:
     """Serve a model with vLLM. MODEL comes first; flags that are not listed here go to vLLM as they are."""
-    from ..decider.settings import by_phase
-    from ..engines.vllm.settings import Settings
+    from ..budget import Budget
+    from ..engines.vllm.settings import Settings, file_hash
 
     if not dry_run and not _installed():
         raise IntegrationError("vLLM is not installed. Install it with `pip install ace-moe[vllm]`.")
     phases = {"prefill": skip_prefill, "decode": skip_decode, "verify": skip_verify}
     named = {phase: own for phase, own in phases.items() if own is not None}
-    budget = {"prefill": skip, "decode": skip, **named} if named else skip
+    budget = Budget.parse({"prefill": skip, "decode": skip, **named})
     given = {
-        "skip": budget, **deciding.given, "workload": workload,
+        "skip": budget.to_json(), **deciding.given, "workload": workload,
         "kernels": parse_kernels(kernels), "allow_other_weights": allow_other_weights or None,
         "restore": restore, "track": track or None, "skip_max": skip_max, "target_tpot": target_tpot,
         "trace": trace and traced(trace, plan, text), "trace_tokens": trace_tokens,
@@ -73,9 +73,10 @@ def serve(
     refuse_flags(context.args)
     if trace is None and trace_tokens is not None:
         raise OptionError("--trace-tokens says how long a trace becomes: give --trace FILE with it.")
-    warn_of_loss(by_phase(budget).values() if restore is False else (), quiet)
+    warn_of_loss(budget.by_phase.values() if restore is False else (), quiet)
     path, mapped_on = find_plan(model, plan, Settings.from_dict(config), text)
     config |= {"plan": str(path)} | ({"workload": mapped_on} if mapped_on else {})
+    config |= {} if dry_run else {"plan_sha256": file_hash(path)}  # a command that is kept takes the plan as it is then
     check(model, Settings.from_dict(config))
     command = server_command(model, config, place_experts(model, context.args))
     if dry_run:
@@ -137,9 +138,7 @@ def find_plan(
 
 def map_missing(model: str, settings: Any, text: Path | None, load: Callable[[str], Any] | None = None) -> str | None:
     """Thresholds for the budgets that the plan has none for, as `ace budget` maps them; the name of the text to take."""
-    from ..budget import check_budget
     from ..checkpoint.loading import load_model
-    from ..decider.settings import by_phase
     from ..engines.vllm.settings import check_content
     from ..mapping import map_budgets, text_for
     from ..plan import Plan, labels, update
@@ -147,8 +146,7 @@ def map_missing(model: str, settings: Any, text: Path | None, load: Callable[[st
 
     read = Plan.load(settings.plan)
     plan, policy = settings.open(model, served=load is None)
-    asked = [*by_phase(settings.skip).values(), *([] if settings.skip_max is None else [settings.skip_max])]
-    wanted = {check_budget(b, plan.top_k, policy.min_active) for b in asked} - {0.0}
+    wanted = {b for budget in settings.budgets for b in budget.check(plan.top_k, policy.min_active).values}
     given = None if text is None else _tokens(model, text)
     missing = sorted(b for b in wanted if not _known(plan, policy, b, settings.workload, given))
     if settings.track and text is None:
@@ -231,7 +229,7 @@ def server(model: str) -> list[str]:
         metadata.version("vllm")
     except metadata.PackageNotFoundError:
         if _installed():
-            return [sys.executable, "-m", "ace_moe.engines.vllm.launch", "serve", model]
+            return [sys.executable, "-m", "ace_moe.engines.vllm", "serve", model]
     return [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", model]
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
+from ...budget import Budget, BudgetLike
 from ...decider import Part, merge
-from ...decider.settings import Skip
-from ...errors import AceError, OptionError
-from .skipping import Skipping, find
+from ...errors import AceError
+from .skipping import find
 
 OFF = "Skipping is not configured in this server. Start it with `ace serve`, or with an `ace` part in --additional-config."
 ASLEEP = "The engine sleeps: wake it up first, then change what it skips."
@@ -30,20 +30,20 @@ class AceWorker:
 
     def ace_set(
         self,
-        skip: Skip | None = None,
+        skip: BudgetLike | None = None,
         threshold: float | list[float] | None = None,
         restore: bool | None = None,
         reset: bool = False,
         workload: str | None = None,
     ) -> Reply:
-        """All of it or nothing: counters are reset once the budget is known to be one. Notices come with the reply."""
+        """Change what is skipped, and then reset counters: all of it or nothing. Notices come with the reply."""
         skipping = find(self.vllm_config)
         if skipping is None or skipping.asleep is not None:
             return {"error": OFF if skipping is None else ASLEEP}
         try:
             with warnings.catch_warnings(record=True) as noted:
                 warnings.simplefilter("always")
-                _set(skipping, skip, threshold, restore, workload)
+                skipping.change(None if skip is None else Budget.parse(skip), threshold, restore, workload)
         except AceError as error:
             return {"error": str(error)}
         if reset:
@@ -58,31 +58,8 @@ class AceWorker:
         return self.ace_report()
 
 
-def _set(
-    skipping: Skipping,
-    skip: Skip | None,
-    threshold: float | list[float] | None,
-    restore: bool | None,
-    workload: str | None,
-) -> None:
-    """All of it or nothing."""
-    if (skip is None) == (threshold is None) and (restore is None or skip is not None):
-        raise OptionError('Give either a budget ("skip") or a threshold, not both and not none.')
-    before = skipping.runtime.state.restores
-    if restore is not None:
-        skipping.set_restore(restore)
-    try:
-        if skip is not None:
-            skipping.set_skip(skip, workload)
-        elif threshold is not None:
-            skipping.set_threshold(threshold)
-    except AceError:
-        skipping.set_restore(before)
-        raise
-
-
 def _place(vllm_config: Any) -> dict[str, int]:
-    """Where this worker stands: ranks that see the same tokens count the same slots."""
+    """The ranks of this worker: those that see the same tokens count the same slots."""
     parallel = vllm_config.parallel_config
     tensor = parallel.tensor_parallel_size
     return {"tensor_rank": parallel.rank % tensor, "data_rank": parallel.data_parallel_rank}
@@ -110,16 +87,17 @@ def _parts(replies: Any) -> list[Part]:
 
 
 def report(llm: Any) -> Reply:
-    """What an offline `vllm.LLM` skipped since the last reset."""
+    """Report what an offline `vllm.LLM` skipped since the last reset."""
     return together(llm.collective_rpc("ace_report"))
 
 
-def set_skip(llm: Any, skip: Skip) -> Reply:
-    """Another budget for an offline `vllm.LLM`, at once."""
-    return _change(llm, skip=skip)
+def set_skip(llm: Any, skip: BudgetLike) -> Reply:
+    """Give an offline `vllm.LLM` another budget, at once."""
+    return _change(llm, skip=Budget.parse(skip).to_json())
 
 
 def set_threshold(llm: Any, threshold: float | list[float]) -> Reply:
+    """Set τ itself, for all phases or as [prefill, decode]."""
     return _change(llm, threshold=threshold)
 
 
@@ -128,9 +106,10 @@ def set_restore(llm: Any, on: bool) -> Reply:
     return _change(llm, restore=on)
 
 
+def reset(llm: Any) -> None:
+    """Set counters to zero."""
+    together(llm.collective_rpc("ace_reset"))
+
+
 def _change(llm: Any, **wanted: Any) -> Reply:
     return together(llm.collective_rpc("ace_set", kwargs=wanted))
-
-
-def reset(llm: Any) -> None:
-    together(llm.collective_rpc("ace_reset"))

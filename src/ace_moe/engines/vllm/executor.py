@@ -39,7 +39,7 @@ Run = Callable[..., Tensor]  # RoutedExperts.forward_modular of the layer
 
 
 class Native:
-    """`past`: the number of experts, where it is that and not −1 which the kernel leaves out."""
+    """The kernel leaves the slots out. `past`: the number of experts, where it is that and not −1 which it leaves out."""
 
     def __init__(self, tried: bool, past: int | None = None):
         self.name, self.past = "native" if tried else "native (not tried)", past
@@ -51,14 +51,17 @@ class Native:
 
 
 class Redirect:
+    """Skipped slots point at their token's top expert; the gate there is 0 already. Padding, all −1, goes to expert 0."""
+
     name = "redirect"
 
     def __call__(self, run: Run, x: Tensor, gates: Tensor, ids: Tensor, **shared: Any) -> Tensor:
-        return run(x=x, topk_weights=gates, topk_ids=redirected(gates, ids), **shared)
+        top = ids.gather(-1, gates.argmax(-1, keepdim=True)).clamp(min=0)
+        return run(x=x, topk_weights=gates, topk_ids=torch.where(ids < 0, top, ids), **shared)
 
 
 class Compact:
-    """Only kept slots of experts on this rank reach the kernel. CPU only: a host value."""
+    """Only kept slots of experts on this rank reach the kernel, as tokens with one slot each. CPU only: a host value."""
 
     name = "compact"
 
@@ -66,7 +69,13 @@ class Compact:
         self.experts = experts
 
     def __call__(self, run: Run, x: Tensor, gates: Tensor, ids: Tensor, **shared: Any) -> Tensor:
-        return compact(run, x, gates, ids, self.experts.expert_map)
+        experts_here = self.experts.expert_map
+        if experts_here is not None:
+            ids = torch.where(ids >= 0, experts_here[ids.clamp(min=0).long()].to(ids.dtype), ids)
+        keep = ids >= 0
+        if bool(keep.all()):
+            return run(x=x, topk_weights=gates, topk_ids=ids)
+        return kept_alone(lambda x, ids, gates: run(x=x, topk_weights=gates, topk_ids=ids), x, ids, gates, keep)
 
 
 class UpTo:
@@ -136,7 +145,7 @@ class Experts:
 
 
 def refuse_monolithic(experts: Any) -> None:
-    """A kernel that routes by itself never shows its gates."""
+    """Refuse a kernel that routes by itself: it never shows its gates."""
     if experts.quant_method.is_monolithic:
         kernel = getattr(experts.quant_method, "experts_cls", None) or type(kernel_of(experts))
         raise IntegrationError(
@@ -146,7 +155,7 @@ def refuse_monolithic(experts: Any) -> None:
 
 
 def refuse_gathered(runner: Any) -> None:
-    """Known only when the kernel is built: kernels of the common kind dispatch tokens after they are routed."""
+    """Refuse a kernel that gathers tokens first; known only when it is built."""
     if runner.do_naive_dispatch_combine:
         raise IntegrationError(
             f"ACE cannot skip in {runner.layer_name}: this kernel gathers the tokens of all ranks before they are routed. Choose "
@@ -174,7 +183,7 @@ def _native(experts: Any, kernel: Any) -> Native:
 
 
 def make_sums_aware(kernel: Any) -> None:
-    """Rows of skipped slots are never written: the sum over slots has to be told which they are, also without EP."""
+    """Have the sum over slots told which rows are of skipped slots: those are never written, also without EP."""
     for part in parts_of(kernel):
         if mode_of(part).aware:  # type: ignore[union-attr]
             part.moe_sum = aware_sum
@@ -187,14 +196,14 @@ def aware_sum(input: Tensor, output: Tensor, topk_ids: Tensor | None = None, exp
 
 
 def pack_routing(kernel: Any) -> None:
-    """vLLM's own way from ids to a bit matrix takes six launches, which show in a decode step."""
+    """Pack ids into a bit matrix in one launch: vLLM's own way takes six, which show in a decode step."""
     for part in parts_of(kernel):
         if mode_of(part).distinct and kernels_release() == BITS[0]:  # type: ignore[union-attr]
             part._make_routing_data = routing_data
 
 
 def routing_data(topk_ids: Tensor, topk_weights: Tensor, num_local_experts: int) -> Any:
-    """What vLLM's `make_routing_data` gives, for the same arguments."""
+    """Return what vLLM's `make_routing_data` does for the same arguments."""
     from triton_kernels.routing import routing_from_bitmatrix
     from triton_kernels.tensor import Bitmatrix
 
@@ -219,22 +228,3 @@ def warn_redirect(name: str, why: str) -> None:
             name,
             why,
         )
-
-
-# ---- the ways ---------------------------------------------------------------------------------------------------
-
-
-def redirected(gates: Tensor, ids: Tensor) -> Tensor:
-    """ids with the token's top expert in place of −1; the gate there is 0 already. Padding, all −1, goes to expert 0."""
-    top = ids.gather(-1, gates.argmax(-1, keepdim=True)).clamp(min=0)
-    return torch.where(ids < 0, top, ids)
-
-
-def compact(run: Run, x: Tensor, gates: Tensor, ids: Tensor, expert_map: Tensor | None) -> Tensor:
-    """Only kept slots of experts on this rank reach the kernel, as tokens with one slot each. CPU only: a host value."""
-    if expert_map is not None:
-        ids = torch.where(ids >= 0, expert_map[ids.clamp(min=0).long()].to(ids.dtype), ids)
-    keep = ids >= 0
-    if bool(keep.all()):
-        return run(x=x, topk_weights=gates, topk_ids=ids)
-    return kept_alone(lambda x, ids, gates: run(x=x, topk_weights=gates, topk_ids=ids), x, ids, gates, keep)

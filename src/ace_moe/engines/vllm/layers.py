@@ -59,7 +59,7 @@ def _runner(stock: type) -> type:
 
 
 def _route_outside(experts: type) -> None:
-    """Says, before vLLM chooses a kernel, that routing stays outside it: kernels that route by themselves step aside.
+    """Say, before vLLM chooses a kernel, that routing stays outside it: kernels that route by themselves step aside.
 
     In the class all experts derive from: models bring subclasses of their own (gpt-oss, dbrx), and vLLM replaces by name.
     """
@@ -85,7 +85,7 @@ def _current() -> Skipping | None:
 
 
 def _is_draft() -> bool:
-    """vLLM tags what it builds. A layer's number does not tell: a draft's may begin at 0, where a later stage has none."""
+    """Ask vLLM's tag of what is being built. A layer's number does not tell: a draft's may begin at 0."""
     from vllm.compilation import backends
 
     tag = getattr(backends, "model_tag", "backbone")
@@ -93,20 +93,18 @@ def _is_draft() -> bool:
 
 
 def attach(runner: Any, skipping: Skipping) -> None:
-    """Rule into the router, executor into the experts."""
+    """Put the rule into the runner's router and an executor into its experts."""
     from vllm.model_executor.models.utils import extract_layer_index
 
     config, experts = runner.moe_config, runner.routed_experts
-    refuse_monolithic(experts)
-    _refuse_router(runner)
-    _refuse_constants(runner)
-    found = {
+    refuse(runner)
+    sizes = {
         "experts": config.num_logical_experts,
         "top_k": config.experts_per_token,
         "hidden": config.hidden_dim_unpadded or config.hidden_dim,
         "intermediate": config.intermediate_size,
     }
-    layer = skipping.add(extract_layer_index(runner.layer_name), runner.layer_name, found)
+    layer = skipping.add(extract_layer_index(runner.layer_name), runner.layer_name, sizes)
     if layer is None:
         return
     if config.is_sequence_parallel:
@@ -125,7 +123,7 @@ def attach(runner: Any, skipping: Skipping) -> None:
 
 
 def plain_top_k(router: Any) -> TopK | None:
-    """The router as our kernel can take it over: vLLM's default one, and no other."""
+    """Describe the router for our kernel, which can take over vLLM's default one and no other."""
     from ...kernels.routing import TopK
 
     if type(router).__mro__[1].__name__ != "FusedTopKRouter" or router.scoring_func not in ("softmax", "sigmoid"):
@@ -133,25 +131,20 @@ def plain_top_k(router: Any) -> TopK | None:
     return TopK(router.top_k, router.scoring_func == "sigmoid", router.renormalize)
 
 
-def _refuse_router(runner: Any) -> None:
+def refuse(runner: Any) -> None:
+    """Refuse a layer whose router or experts would not do what the rule says."""
     from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
     from vllm.model_executor.layers.fused_moe.router.zero_expert_router import ZeroExpertRouter
 
-    router = runner.router
+    refuse_monolithic(runner.routed_experts)
+    router, why = runner.router, ""
     if not isinstance(router, BaseRouter) or isinstance(router, ZeroExpertRouter):
-        raise IntegrationError(
-            f"ACE cannot skip in {runner.layer_name}: its router ({type(router).__name__}) is not one of vLLM's common ones. "
-            "Serve this model without `ace`."
-        )
-
-
-def _refuse_constants(runner: Any) -> None:
-    """Behind the router such experts turn −1 into expert 0 with gate 0, which is run."""
-    if getattr(runner.routed_experts, "expert_substitution", None) is not None:
-        raise IntegrationError(
-            f"ACE cannot skip in {runner.layer_name}: some of its experts were replaced by constants, and vLLM runs a skipped "
-            "slot there all the same. Serve this model without `ace`."
-        )
+        why = f"its router ({type(router).__name__}) is not one of vLLM's common ones"
+    elif getattr(runner.routed_experts, "expert_substitution", None) is not None:
+        # behind the router such experts turn −1 into expert 0 with gate 0, which is run
+        why = "some of its experts were replaced by constants, and vLLM runs a skipped slot there all the same"
+    if why:
+        raise IntegrationError(f"ACE cannot skip in {runner.layer_name}: {why}. Serve this model without `ace`.")
 
 
 @cache
