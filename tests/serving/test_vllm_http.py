@@ -206,6 +206,23 @@ def test_server_without_skipping_does_not_start() -> None:
     assert [m["type"] for m in sent] == ["lifespan.startup.failed"] and "not configured" in sent[0]["message"]
 
 
+def test_processes_that_read_different_plans_do_not_serve() -> None:
+    """Further nodes and further front ends read files of their own."""
+    replies = [{**reply(0), "plan": "a"}, {**reply(1), "plan": "a"}]
+
+    async def both(method: str, kwargs: dict[str, Any]) -> list[dict[str, Any]]:
+        return replies
+
+    app = App()
+    app.collective_rpc = both  # type: ignore[method-assign]
+    app.vllm_config = SimpleNamespace(additional_config={"ace": {"plan_sha256": "a"}})  # type: ignore[attr-defined]
+    assert "startup.failed" not in str(messages(app, {"type": "lifespan"}, [{"type": "lifespan.startup"}]))
+    for plan, own in (("b", "a"), ("a", "b")):
+        replies[1]["plan"], app.vllm_config.additional_config["ace"]["plan_sha256"] = plan, own  # type: ignore[attr-defined]
+        (sent,) = messages(app, {"type": "lifespan"}, [{"type": "lifespan.startup"}])
+        assert sent["type"] == "lifespan.startup.failed" and "different plans" in sent["message"]
+
+
 def test_metrics_are_added_to_vllms_page() -> None:
     """With vLLM's own labels, so that both can be joined."""
     pytest.importorskip("prometheus_client")

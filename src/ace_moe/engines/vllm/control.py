@@ -7,12 +7,13 @@ from typing import Any
 
 from ...budget import Budget, BudgetLike
 from ...decider import Part, merge
-from ...errors import AceError
+from ...errors import AceError, IntegrationError
 from .skipping import find
 
 OFF = "Skipping is not configured in this server. Start it with `ace serve`, or with an `ace` part in --additional-config."
 ASLEEP = "The engine sleeps: wake it up first, then change what it skips."
 NOTICES = "notices"  # in a reply: what a budget is that was asked for, such as interpolated
+PLAN = "plan"  # in a reply: sha256 of the plan file that the worker read
 Reply = dict[str, Any]
 
 
@@ -26,7 +27,9 @@ class AceWorker:
 
     def ace_report(self) -> Reply:
         skipping = find(self.vllm_config)
-        return {"error": OFF} if skipping is None else skipping.part(**_place(self.vllm_config)).to_json()
+        if skipping is None:
+            return {"error": OFF}
+        return {**skipping.part(**_place(self.vllm_config)).to_json(), PLAN: skipping.settings.plan_sha256}
 
     def ace_set(
         self,
@@ -80,7 +83,20 @@ def by_engine(replies: Any) -> dict[str, Reply]:
 
 
 def _parts(replies: Any) -> list[Part]:
-    return [Part.from_json({k: v for k, v in reply.items() if k != NOTICES}) for reply in replies]
+    return [Part.from_json({k: v for k, v in reply.items() if k not in (NOTICES, PLAN)}) for reply in replies]
+
+
+def check_start(replies: Any, sha256: str | None) -> None:
+    """Refuse a server some of whose workers do not skip, or read another plan than a front end with this hash.
+
+    Workers of one front end are given its hash; those of further nodes, and further front ends, read files of their own.
+    """
+    _parts(replies)
+    if len({reply.get(PLAN) for reply in replies} | ({sha256} - {None})) > 1:
+        raise IntegrationError(
+            "The processes of this server read different plans: the file differs between nodes, or was changed while they "
+            "started. Start the server again with one plan everywhere."
+        )
 
 
 # ---- the offline engine -----------------------------------------------------------------------------------------

@@ -22,8 +22,9 @@ from typing import Any
 from ...budget import Budget
 from ...errors import AceError, OptionError, brief
 from ...schema import Schema, flag, items, number, record, text
-from .control import by_engine, together
+from .control import by_engine, check_start, together
 from .metrics import exposition
+from .settings import settings_of
 
 PATH = "/ace"
 METHODS = "GET, POST, OPTIONS"
@@ -75,9 +76,10 @@ class AceMiddleware:
             await self.app(scope, receive, send)
 
     async def _start(self, scope: Any, receive: Any, send: Any) -> None:
-        """A server in whose workers the plugin did not run, or found nothing to skip in, does not start."""
+        """Do not start a server in whose workers the plugin did not run or found nothing to skip in, or reads another plan."""
+        settings = settings_of(getattr(scope["app"].state.engine_client, "vllm_config", None))
         try:
-            await ask(scope, "ace_report")
+            check_start(await _replies(scope, "ace_report"), None if settings is None else settings.plan_sha256)
         except (AceError, TimeoutError) as error:
             await receive()
             return await send(

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...decider.rows import PHASES
+from ...budget import PHASES
 from ...errors import AceError, IntegrationError
 from ...plan import Fingerprint
 from ..traces.collector import Collector
