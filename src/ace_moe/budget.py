@@ -83,7 +83,7 @@ NONE = Budget(0.0, 0.0, 0.0)
 def fraction(wish: Any) -> float:
     """One budget as a number, whatever the model: 0.3 of NumPy or torch in single precision is the 0.3 that was mapped."""
     try:
-        if isinstance(wish, (bool, str)):  # which Python would take for numbers
+        if isinstance(wish, bool):  # which Python takes for a number
             raise TypeError
         value = float(wish) if isinstance(wish, (int, float)) else round(float(wish), 6)
     except (TypeError, ValueError, OverflowError):

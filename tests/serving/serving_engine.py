@@ -99,7 +99,7 @@ def step(llm: Any, spec: dict[str, Any], change: dict[str, Any]) -> dict[str, An
     on = spec["ace"] is not None
     budget = {k: v for k, v in change.items() if k not in ("only", "extra")}
     if on and budget:
-        control._change(llm, **budget)
+        control.change(llm, **budget)
     if on:
         llm.collective_rpc("ace_reset")
         llm.collective_rpc("trace_begin")

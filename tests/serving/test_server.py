@@ -103,7 +103,7 @@ def check_control(server: Server) -> None:
     for body, reason in (
         ({"skip": 0.9}, "at most 87.5% can be skipped"),
         ({"skip": "half"}, "not a number"),
-        ({"skip": {"decode": 0.2}}, "has no prefill"),
+        ({"skip": {"decode": 0.2}}, "names only decode"),
         ({"skip": 0.2, "threshold": 0.1}, "not both"),
         ({"threshold": -1}, "from 0 on"),
         ({"skp": 0.2}, "Send a JSON object"),

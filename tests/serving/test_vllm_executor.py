@@ -275,7 +275,7 @@ def test_padding_is_no_slot_for_any_way() -> None:
 
 
 def test_unknown_kernel_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
-    executor._warned.clear()
+    executor.warn_redirect.cache_clear()
     with caplog.at_level(logging.WARNING, "vllm.ace_moe"):
         for _ in range(2):
             executor.warn_redirect("SomethingNew", "what it does with a slot that has no expert is not known")

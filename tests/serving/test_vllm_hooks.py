@@ -74,9 +74,9 @@ class Worker:
         return "times"
 
 
-hooks._hook(Old, "_prepare_inputs", step_v1, skipping.find)
-hooks._hook(New, "prepare_inputs", step_v2, skipping.find)
-hooks._hook_worker(Worker, skipping.find)
+hooks.hook_runner(Old, "_prepare_inputs", step_v1, skipping.find)
+hooks.hook_runner(New, "prepare_inputs", step_v2, skipping.find)
+hooks.hook_worker(Worker, skipping.find)
 
 
 def scheduled(new: Any = (), finished: Any = (), **drafts: list[int]) -> Any:
@@ -241,8 +241,8 @@ def test_an_engine_without_skipping_passes_through(own: Any) -> None:
 
 def test_a_class_is_hooked_once() -> None:
     before = Old._prepare_inputs, Worker.compile_or_warm_up_model
-    hooks._hook(Old, "_prepare_inputs", step_v1, skipping.find)
-    hooks._hook_worker(Worker, skipping.find)
+    hooks.hook_runner(Old, "_prepare_inputs", step_v1, skipping.find)
+    hooks.hook_worker(Worker, skipping.find)
     assert (Old._prepare_inputs, Worker.compile_or_warm_up_model) == before
     assert list(inspect.signature(Old._prepare_inputs).parameters)[1:] == ["scheduler_output", "num_scheduled_tokens"]
 

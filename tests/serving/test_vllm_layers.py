@@ -18,10 +18,10 @@ from ace_moe.errors import IntegrationError
 def test_a_draft_is_known_by_vllms_tag(tag: str, draft: bool) -> None:
     from vllm.compilation.backends import set_model_tag
 
-    assert not layers._is_draft()
+    assert not layers.is_draft()
     with set_model_tag(tag):
-        assert layers._is_draft() is draft
-    assert not layers._is_draft()
+        assert layers.is_draft() is draft
+    assert not layers.is_draft()
 
 
 @pytest.mark.vllm
@@ -47,7 +47,8 @@ def test_layers_that_would_not_do_what_the_rule_says_are_refused() -> None:
     """A router of its own; and a pruned checkpoint in vLLM 0.33: a skipped slot would become expert 0's, with gate 0."""
     from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
 
-    router = type("Common", (BaseRouter,), {"__init__": lambda self: None, "__abstractmethods__": frozenset()})()
+    own = {"__init__": lambda self: None, "_compute_routing": None, "routing_method_type": None}
+    router = type("Common", (BaseRouter,), own)()
     experts = SimpleNamespace(quant_method=SimpleNamespace(is_monolithic=False))
     runner = SimpleNamespace(layer_name="model.layers.3.mlp.experts", routed_experts=experts, router=router)
     layers.refuse(runner)

@@ -46,7 +46,9 @@ def test_a_budget_is_carried_in_full() -> None:
     assert carried(wish) == Budget(0.0, 0.5, 0.5)
 
 
-@pytest.mark.parametrize("value", [True, "0.3", None, -0.1, 1, 1.5, float("nan"), float("inf"), [0.3], {"decode": 0.3}])
+@pytest.mark.parametrize(
+    "value", [False, True, "half", None, -0.1, 1, 1.5, float("nan"), float("inf"), [0.3], {"decode": 0.3}]
+)
 def test_what_means_nothing_is_refused(value: Any) -> None:
     with pytest.raises(BudgetError, match="A budget"):
         asked(params(ace_skip=value))
@@ -178,9 +180,9 @@ def hooked(monkeypatch: pytest.MonkeyPatch) -> None:
     """The hooks on stand-ins, over a plan that has a threshold for all budgets but one."""
     monkeypatch.setattr(requests, "settings_of", lambda config: Everything() if config.additional_config else None)
     for cls, name, hook in (
-        (Processor, "process_inputs", requests._admitting),
-        (Core, "preprocess_add_request", requests._in_epochs),
-        (Core, "collective_rpc", requests._beginning_epochs),
+        (Processor, "process_inputs", requests.admitting),
+        (Core, "preprocess_add_request", requests.in_epochs),
+        (Core, "collective_rpc", requests.beginning_epochs),
     ):
         monkeypatch.setattr(cls, name, hook(getattr(cls, name)))
 

@@ -109,17 +109,17 @@ def report(llm: Any) -> Reply:
 
 def set_skip(llm: Any, skip: BudgetLike) -> Reply:
     """Give an offline `vllm.LLM` another budget, at once."""
-    return _change(llm, skip=Budget.parse(skip).to_json())
+    return change(llm, skip=Budget.parse(skip).to_json())
 
 
 def set_threshold(llm: Any, threshold: float | list[float]) -> Reply:
     """Set τ itself, for all phases or as [prefill, decode]."""
-    return _change(llm, threshold=threshold)
+    return change(llm, threshold=threshold)
 
 
 def set_restore(llm: Any, on: bool) -> Reply:
     """Restore slots whose expert is read anyway, or no longer."""
-    return _change(llm, restore=on)
+    return change(llm, restore=on)
 
 
 def reset(llm: Any) -> None:
@@ -127,5 +127,6 @@ def reset(llm: Any) -> None:
     together(llm.collective_rpc("ace_reset"))
 
 
-def _change(llm: Any, **wanted: Any) -> Reply:
+def change(llm: Any, **wanted: Any) -> Reply:
+    """Change what an offline `vllm.LLM` skips; arguments are those of `ace_set`."""
     return together(llm.collective_rpc("ace_set", kwargs=wanted))

@@ -11,6 +11,7 @@ redirect  the slot points at the token's own top expert with gate 0: no expert i
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -215,16 +216,13 @@ def routing_data(topk_ids: Tensor, topk_weights: Tensor, num_local_experts: int)
     return routing_from_bitmatrix(matrix, gates, ids, num_local_experts, k)
 
 
-_warned: set[str] = set()
-
-
+@cache
 def warn_redirect(name: str, why: str) -> None:
-    if name not in _warned:
-        _warned.add(name)
-        logger.warning(
-            "ACE: %s: %s. Skipped slots are redirected to the token's top expert with gate 0: experts that no token keeps are "
-            "not read, which is what counts in small-batch decode, but the products are still computed, so prefill gets no "
-            "faster. `--moe-backend triton` avoids this where it applies.",
-            name,
-            why,
-        )
+    """Say once what redirecting costs."""
+    logger.warning(
+        "ACE: %s: %s. Skipped slots are redirected to the token's top expert with gate 0: experts that no token keeps are "
+        "not read, which is what counts in small-batch decode, but the products are still computed, so prefill gets no "
+        "faster. `--moe-backend triton` avoids this where it applies.",
+        name,
+        why,
+    )

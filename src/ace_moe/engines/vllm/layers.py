@@ -81,10 +81,10 @@ def _current() -> Skipping | None:
     """The skipping of the model that is being built; None without a configuration, and for a draft model."""
     from vllm.config import get_current_vllm_config_or_none
 
-    return None if _is_draft() else configure(get_current_vllm_config_or_none())
+    return None if is_draft() else configure(get_current_vllm_config_or_none())
 
 
-def _is_draft() -> bool:
+def is_draft() -> bool:
     """Ask vLLM's tag of what is being built. A layer's number does not tell: a draft's may begin at 0."""
     from vllm.compilation import backends
 

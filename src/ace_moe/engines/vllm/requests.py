@@ -105,17 +105,17 @@ def listen() -> None:
     from vllm.v1.engine.input_processor import InputProcessor
 
     if MARK not in vars(InputProcessor):
-        InputProcessor.__init__ = _opening(InputProcessor.__init__)
-        InputProcessor.process_inputs = _admitting(InputProcessor.process_inputs)
+        InputProcessor.__init__ = opening(InputProcessor.__init__)
+        InputProcessor.process_inputs = admitting(InputProcessor.process_inputs)
         setattr(InputProcessor, MARK, True)
     if MARK not in vars(EngineCore):
-        EngineCore._initialize_kv_caches = _opening(EngineCore._initialize_kv_caches, alone=True)
-        EngineCore.preprocess_add_request = _in_epochs(EngineCore.preprocess_add_request)
-        EngineCore.collective_rpc = _beginning_epochs(EngineCore.collective_rpc)
+        EngineCore._initialize_kv_caches = opening(EngineCore._initialize_kv_caches, alone=True)
+        EngineCore.preprocess_add_request = in_epochs(EngineCore.preprocess_add_request)
+        EngineCore.collective_rpc = beginning_epochs(EngineCore.collective_rpc)
         setattr(EngineCore, MARK, True)
 
 
-def _opening(stock: Callable[..., Any], alone: bool = False) -> Callable[..., Any]:
+def opening(stock: Callable[..., Any], alone: bool = False) -> Callable[..., Any]:
     """Read the plan at start: another command may write into its file while the server runs."""
 
     @wraps(stock)
@@ -127,7 +127,7 @@ def _opening(stock: Callable[..., Any], alone: bool = False) -> Callable[..., An
     return start
 
 
-def _admitting(stock: Callable[..., Any]) -> Callable[..., Any]:
+def admitting(stock: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(stock)
     def process_inputs(self: Any, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
         admission = admission_of(self)
@@ -150,7 +150,7 @@ def _checked(admission: Admission, params: Any) -> Budget | None:
         raise VLLMValidationError(str(error), parameter="vllm_xargs") from None
 
 
-def _in_epochs(stock: Callable[..., Any]) -> Callable[..., Any]:
+def in_epochs(stock: Callable[..., Any]) -> Callable[..., Any]:
     """Check requests of front ends that have no hooks, and keep what is cached under the server's own budget apart by epoch."""
 
     @wraps(stock)
@@ -168,7 +168,7 @@ def _in_epochs(stock: Callable[..., Any]) -> Callable[..., Any]:
     return preprocess_add_request
 
 
-def _beginning_epochs(stock: Callable[..., Any]) -> Callable[..., Any]:
+def beginning_epochs(stock: Callable[..., Any]) -> Callable[..., Any]:
     """Bump the epoch after a change of what the workers skip, whoever asks for it; one that is refused bumps nothing.
 
     After the change: requests admitted in between stay in the old cache namespace, which no later request reads. In the new

@@ -160,14 +160,14 @@ def listen(find: Callable[[Any], Any]) -> None:
     """
     from vllm.v1.worker import gpu_model_runner, gpu_worker
 
-    _hook_worker(gpu_worker.Worker, find)
+    hook_worker(gpu_worker.Worker, find)
     hook_sleep(gpu_worker.Worker, find)
-    _hook(gpu_model_runner.GPUModelRunner, "_prepare_inputs", step_v1, find)
+    hook_runner(gpu_model_runner.GPUModelRunner, "_prepare_inputs", step_v1, find)
     try:
         from vllm.v1.worker.gpu import model_runner
     except ImportError:  # it needs Triton, which a CPU build does not have
         return
-    _hook(model_runner.GPUModelRunner, "prepare_inputs", step_v2, find)
+    hook_runner(model_runner.GPUModelRunner, "prepare_inputs", step_v2, find)
 
 
 Owned = Mapping[str, int]  # requests with budgets of their own, and the budget's number
@@ -202,7 +202,7 @@ def step_v2(runner: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: 
     return Step(lengths, result.num_computed_tokens_np, prompts, drafts, budgets, starts, result.num_tokens)
 
 
-def _hook(cls: type, prepare: str, step: Callable[..., Step], find: Callable[[Any], Any]) -> None:
+def hook_runner(cls: type, prepare: str, step: Callable[..., Step], find: Callable[[Any], Any]) -> None:
     if MARK in vars(cls):
         return
     prepare_inputs, dummy_run, make_cache = (getattr(cls, n) for n in (prepare, "_dummy_run", "initialize_kv_cache"))
@@ -237,7 +237,7 @@ def _hook(cls: type, prepare: str, step: Callable[..., Step], find: Callable[[An
         setattr(cls, name, ours)
 
 
-def _hook_worker(cls: type, find: Callable[[Any], Any]) -> None:
+def hook_worker(cls: type, find: Callable[[Any], Any]) -> None:
     """The newer runner warms up with requests of its own making and captures its graphs behind the last of them."""
     if MARK in vars(cls):
         return
