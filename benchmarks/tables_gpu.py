@@ -26,7 +26,7 @@ from tables_memory import write_checkpoint
 
 from ace_moe.checkpoint import MoEModel, Site
 from ace_moe.provenance import provenance
-from ace_moe.tables import tables
+from ace_moe.tables import PAPER, tables_of
 
 REPEATS = 5
 
@@ -54,7 +54,7 @@ def layer_times(moe: MoEModel, folder: Path, device: str) -> dict[str, float]:
             ways = {
                 "copy": lambda n=number: load_file(shards[n], device=device),
                 "load": lambda s=site: load(moe, s, device),
-                "tables": lambda s=site: tables(moe.layer(s).to(device)),
+                "tables": lambda s=site: tables_of(moe.layer(s).to(device), PAPER),
             }
             for name, work in ways.items():
                 seconds = timed(work, device)

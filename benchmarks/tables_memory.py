@@ -1,4 +1,4 @@
-"""Peak memory and time of `ace tables` on synthetic checkpoints with Qwen3-30B-A3B layers (128 experts, 2048×768, bf16).
+"""Peak memory and time of `ace plan --tables` on synthetic checkpoints with Qwen3-30B-A3B layers (128 experts, 2048×768, bf16).
 
     python benchmarks/tables_memory.py [--layers 2 8] [--out benchmarks/results/tables_memory.json]
 
@@ -25,9 +25,10 @@ EXPERTS, HIDDEN, MIDDLE, BLOCK = 128, 2048, 768, 128
 CHILD = """
 import json, resource, sys, time
 from ace_moe import build_plan, progress
+from ace_moe.tables import PAPER
 start = time.perf_counter(); marks = []
 with progress.told(lambda *task: marks.append(time.perf_counter()))():
-    build_plan(sys.argv[1]).save(sys.argv[2])
+    build_plan(sys.argv[1], PAPER).save(sys.argv[2])
 print(json.dumps({"peak_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6,
                   "seconds": time.perf_counter() - start,
                   "seconds_per_layer": (marks[-1] - marks[0]) / (len(marks) - 1), "layers": len(marks) - 1}))

@@ -19,12 +19,13 @@ from torch import Tensor
 from ace_moe import build_plan, rule
 from ace_moe.checkpoint import MoELayer, MoEModel
 from ace_moe.checkpoint.loading import load_model, load_tokenizer, load_windows
+from ace_moe.lab.policies.calls import Call, answers, sites, watch
 from ace_moe.mapping.fit import Histogram
 from ace_moe.plan import Plan
 from ace_moe.policies import Routing, make
-from ace_moe.policies.calibration import Call, answers, sites, watch
 from ace_moe.provenance import provenance
 from ace_moe.scoring.statistics import spearman
+from ace_moe.tables import PAPER
 
 SKIP, TOKENS, WINDOW = 0.5, 2048, 256
 GAINS: tuple[rule.Gain, ...] = ("kept", "power", "none")
@@ -64,7 +65,7 @@ def outputs(gates: Tensor, found: Tensor) -> Tensor:
 
 @torch.no_grad()
 def measure(path: Path, text: Path) -> dict[str, Any]:
-    model, plan, moe = load_model(path, device="cpu"), build_plan(path), MoEModel.open(path)
+    model, plan, moe = load_model(path, device="cpu"), build_plan(path, PAPER), MoEModel.open(path)
     windows = load_windows(model, load_tokenizer(path), text, WINDOW, TOKENS)
     seen, places = watch(model, windows.ids), {site.key: site for site in sites(model)}
     responses = {k: answers(model.get_submodule(places[k].path), c.hidden, c.ids) for k, c in seen.items()}

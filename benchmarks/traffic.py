@@ -45,7 +45,7 @@ def executed(model: Any, ace: ACE, ids: Tensor, batch: int, restore: bool) -> tu
     for part in ids.split(batch):
         decode(model, part)
     report = ace.report()
-    steps = len(ids) // batch * (ids.shape[1] - PROMPT) * len(ace.runtime.layers)
+    steps = len(ids) // batch * (ids.shape[1] - PROMPT) * len(ace.deciders)
     return 1 - report["decode"]["realised"], report["reads"]["generated"]["read"] / steps
 
 
@@ -61,12 +61,12 @@ def measure(path: Path, text: Path) -> list[dict[str, Any]]:
     rows = []
     with ACE(plan, 0.0, policy=policy, restore=True, reads=True)(model) as ace:
         ace.set_restore(False)
-        dense = Simulation(read(model, ace.runtime, windows, batch=8), policy, plan)
+        dense = Simulation(read(model, ace.deciders, windows, batch=8), policy, plan)
         for skip in SKIPS:
             tau = dense.threshold(skip)
             ace.set_restore(False)
             ace.set_threshold(tau)
-            under = Simulation(read(model, ace.runtime, windows, skip, batch=8), policy, plan)
+            under = Simulation(read(model, ace.deciders, windows, skip, batch=8), policy, plan)
             for batch in BATCHES:
                 ran, reads = executed(model, ace, windows.ids, batch, restore=False)
                 restored, _ = executed(model, ace, windows.ids, batch, restore=True)

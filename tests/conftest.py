@@ -21,6 +21,7 @@ import ace_moe
 from ace_moe.checkpoint.loading import load_model, load_tokenizer, load_windows
 from ace_moe.demo import MODEL, TEXT
 from ace_moe.plan import Plan
+from ace_moe.tables import PAPER
 from ace_moe.text import Windows
 from interpreted import plain_masks
 from support import pytest_addoption, pytest_configure, tried
@@ -44,7 +45,7 @@ def demo_folder() -> Path:
 
 @pytest.fixture(scope="session")
 def demo_plan() -> Plan:
-    return ace_moe.build_plan(MODEL)
+    return ace_moe.build_plan(MODEL, PAPER)
 
 
 @pytest.fixture(scope="session")

@@ -69,7 +69,7 @@ def test_top_help_lists_every_command() -> None:
     shown = run_ace("--help")
     assert shown.code == 0
     assert all(name in shown.out for name in COMMANDS)
-    assert {"tables", "budget", "run", "inspect", "demo"} <= set(COMMANDS)
+    assert {"plan", "run", "inspect", "demo"} <= set(COMMANDS)
 
 
 def test_help_and_version_import_no_torch() -> None:
@@ -106,7 +106,7 @@ def test_options_mean_the_same_everywhere() -> None:
     assert asked.pop("trace") == 0.0 and asked.pop("simulate") == "0.2,0.3,0.4", "what a trace is of, and is asked"
     for group, own in ((Deciding, {"serve", "eval", "simulate"}), (Loading, {"compare", "tune"})):
         names = {field.name for field in fields(group)}
-        both = {"plan", "budget", "run", "chat", "perplexity", "trace"}
+        both = {"plan", "run", "chat", "perplexity", "trace"}
         assert {name for name, found in options.items() if names <= set(found)} == both | own
     skips = set(map(str, asked.values()))
     assert skips == {"0.3", "0,0.3", "None"}, "None: 0.3 with a plan"
@@ -129,7 +129,7 @@ def test_a_policy_that_is_nearly_right(demo_plan: Plan, tmp_path: Path) -> None:
 @pytest.mark.long
 def test_progress_goes_to_stderr(tmp_path: Path) -> None:
     """As a process, with bars forced on: stdout is JSON alone, the bar is on stderr."""
-    ran = start_ace("tables", MODEL, "-o", tmp_path / "plan.safetensors", "--json", env={"FORCE_COLOR": "1"})
+    ran = start_ace("plan", MODEL, "--tables", "-o", tmp_path / "plan.safetensors", "--json", env={"FORCE_COLOR": "1"})
     assert ran.json["layers"] == 6
     assert "layers" in ran.err
     assert "6/6" in ran.err

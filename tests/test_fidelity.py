@@ -65,8 +65,8 @@ def subject(demo_model: PreTrainedModel, demo_plan: Plan, demo_windows: Windows)
 
 
 def test_threshold_zero_is_the_unskipped_model(subject: Subject) -> None:
-    with subject.under(make("share")) as runtime:
-        found = Recorder(runtime, subject).outcome(0.0).score.fidelity
+    with subject.under(make("share")) as deciders:
+        found = Recorder(deciders, subject).outcome(0.0).score.fidelity
     assert found is not None
     assert found.kl == [0.0] * 4 and found.agreement == [255.0] * 4
     assert found.acceptance == pytest.approx([255.0] * 4, rel=1e-5)
@@ -78,8 +78,8 @@ def test_kept_and_computed_references_agree(subject: Subject) -> None:
     dense_pass(subject, {})
     found = []
     for one in (subject, cramped):
-        with one.under(make("share")) as runtime:
-            passes = Recorder(runtime, one)
+        with one.under(make("share")) as deciders:
+            passes = Recorder(deciders, one)
             outcome = passes.outcome(0.12)
             found.append((outcome.score.fidelity, outcome.realised, outcome.experts, passes(0.12).routed))
     assert found[0] == found[1]
@@ -88,8 +88,8 @@ def test_kept_and_computed_references_agree(subject: Subject) -> None:
 
 
 def test_kl_grows_with_the_budget_and_tells_models_apart(subject: Subject, demo_model: PreTrainedModel) -> None:
-    with subject.under(make("share")) as runtime:
-        passes = Recorder(runtime, subject)
+    with subject.under(make("share")) as deciders:
+        passes = Recorder(deciders, subject)
         sums = [sum(passes.outcome(tau).score.fidelity.kl) for tau in (0.05, 0.1, 0.15)]  # type: ignore[union-attr]
     assert sums == sorted(sums)
     whole = []

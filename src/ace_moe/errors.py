@@ -1,5 +1,7 @@
 """Errors of our own: each message says what is wrong and what to do about it."""
 
+BUILD = "`ace plan MODEL -o FILE`"  # the command that makes a plan, as messages name it
+
 
 class AceError(Exception):
     """Base of every error this package raises on purpose."""

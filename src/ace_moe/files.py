@@ -76,31 +76,23 @@ def locked(folder: Path) -> Iterator[bool]:
 
     The lock is on the folder itself, so that it leaves no file behind, and the system lets go of it when a process ends.
     """
-    handle = _lock(folder)
-    try:
-        yield handle is not None
-    finally:
-        if handle is not None:
-            os.close(handle)
-
-
-def _lock(folder: Path) -> int | None:
     if fcntl is None:
-        return None
-    handle = os.open(folder, os.O_RDONLY)
-    end = time.monotonic() + PATIENCE
-    while True:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return handle
-        except BlockingIOError:
-            if time.monotonic() < end:
+        yield False
+        return
+    handle, end = os.open(folder, os.O_RDONLY), time.monotonic() + PATIENCE
+    try:
+        alone = False
+        while not alone and time.monotonic() < end:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                alone = True
+            except BlockingIOError:
                 time.sleep(0.01)
-                continue
-        except OSError:
-            pass
+            except OSError:
+                break
+        yield alone
+    finally:
         os.close(handle)
-        return None
 
 
 def replace_whole(path: Path, data: bytes, private: bool = False) -> None:

@@ -9,7 +9,7 @@ import platform
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -39,16 +39,13 @@ def provenance(
 
 def command(argv: Sequence[str]) -> str:
     """As it was typed, but for what is nobody's business: base names of files, and no prompt, which a plan would publish."""
-    name = Path(argv[0]).name
-    return shlex.join(["ace" if name == "__main__.py" else name, *map(_short, _without_prompt(argv[1:]))])
-
-
-def _without_prompt(parts: Sequence[str]) -> Iterator[str]:
-    follows = False
-    for part in parts:
-        given = part.startswith(f"{PROMPT}=")
-        yield "TEXT" if follows else f"{PROMPT}=TEXT" if given else part
-        follows = part == PROMPT
+    name, parts = Path(argv[0]).name, list(argv[1:])
+    for at, part in enumerate(parts):
+        if part.startswith(f"{PROMPT}="):
+            parts[at] = f"{PROMPT}=TEXT"
+        elif at and argv[at] == PROMPT:
+            parts[at] = "TEXT"
+    return shlex.join(["ace" if name == "__main__.py" else name, *map(_short, parts)])
 
 
 def _short(part: str) -> str:

@@ -53,6 +53,14 @@ def maybe(schema: Schema) -> Schema:
     return check
 
 
+def choice(*values: Any) -> Schema:
+    def check(value: Any, where: str) -> None:
+        if value not in values:
+            raise wrong(value, where, f"one of {', '.join(map(str, values))}")
+
+    return check
+
+
 def items(schema: Schema, least: int = 0, most: int | None = None) -> Schema:
     """A list."""
 

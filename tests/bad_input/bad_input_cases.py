@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from ace_moe.plan.file import OPENING, seal
 from command import Ran
 
 LAYERS, EXPERTS, TOP_K = 2, 8, 4
@@ -56,13 +57,14 @@ def rewrite(
     tensors: Callable[[Tensors], object] = lambda t: None,
     meta: Callable[[dict[str, Any]], object] = lambda m: None,
 ) -> None:
-    """Change a plan behind its back; `tensors` and `meta` change what they are given."""
+    """Change a plan behind its back, under a checksum that is right; `tensors` and `meta` change what they are given."""
     with safe_open(path, "pt") as file:
         found = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
         ace = json.loads(file.metadata()["ace"])
     tensors(found)
     meta(ace)
-    save_file(found, path, metadata={"ace": json.dumps(ace)})
+    data = save(found, metadata={"ace": json.dumps(ace)})
+    path.write_bytes(seal(data) if data[8:].startswith(OPENING) else data)
 
 
 def run_arguments(model: Path, plan: Path) -> tuple[object, ...]:
@@ -71,7 +73,7 @@ def run_arguments(model: Path, plan: Path) -> tuple[object, ...]:
 
 def budget_arguments(model: Path, plan: Path, text: Path, budgets: str = "0.5") -> tuple[object, ...]:
     sizes = ("--window", 64, "--tokens", 256, "--device", "cpu")
-    return ("budget", model, "-p", plan, "--text", text, "--budgets", budgets, *sizes)
+    return ("plan", model, "-p", plan, "--text", text, "--budgets", budgets, *sizes)
 
 
 def snapshot(folder: Path) -> dict[str, bytes | None]:

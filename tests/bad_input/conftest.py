@@ -12,6 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from ace_moe import Plan, build_plan
 from ace_moe.plan import Threshold, Workload
 from ace_moe.policies import Ace
+from ace_moe.tables import PAPER
 from command import run_ace
 
 
@@ -32,7 +33,7 @@ def good_plan(originals: Path) -> Plan:
     """The plan of `single` (and `sharded`, which has the same weights) with a threshold for 50 %."""
     rest = {"realised": 0.5, "corrected": True, "passes": 1, "workload": Workload("text.txt", "0" * 64, 64)}
     entry = Threshold(**Ace().settings, budget=0.5, threshold=0.2, **rest)  # type: ignore[arg-type]
-    return build_plan(originals / "single").with_thresholds([entry])
+    return build_plan(originals / "single", PAPER).with_thresholds([entry])
 
 
 @pytest.fixture
@@ -60,7 +61,7 @@ def text(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def refuse(tmp_path: Path) -> Refuse:
-    """`refuse("tables", …, says=("cause", "advice"))`: the command fails as it should and tmp_path stays as it was."""
+    """`refuse("plan", …, "--tables", says=("cause", "advice"))`: the command fails as it should and tmp_path stays as it was."""
 
     def check(*arguments: object, says: tuple[str, ...]) -> str:
         before = snapshot(tmp_path)

@@ -14,11 +14,10 @@ from bad_input_cases import TOP_K, Refuse, budget_arguments, run_arguments
 from ace_moe import ACE, build_plan
 from ace_moe.budget import check_budget
 from ace_moe.checkpoint.loading import load_model
-from ace_moe.decider.settings import policy_for
 from ace_moe.errors import BudgetError, PolicyError
 from ace_moe.plan import Plan
 from ace_moe.plan.entries import Threshold, Workload
-from ace_moe.policies import make
+from ace_moe.policies import make, policy_for
 
 
 @pytest.mark.parametrize("value", ["1", "1.5", "-1", "-0.001", "nan", "inf", "1e999"])
@@ -40,7 +39,11 @@ def test_budget_that_is_no_number(value: Any, plan: Path) -> None:
 @pytest.mark.parametrize("value", [0.3, None, "0.3", {"prefill": 0.3, "decode": 0.5}, [], np.array([])])
 def test_budgets_of_sequences_that_are_no_list(value: Any, originals: Path, plan: Path) -> None:
     model = load_model(originals / "single", device="cpu")
-    with ACE.load(plan)(model) as ace, pytest.raises(BudgetError, match="a budget for each sequence"), ace.rows(value):
+    with (
+        ACE.load(plan)(model) as ace,
+        pytest.raises(BudgetError, match="a budget for each sequence"),
+        ace.budgets(value),
+    ):
         pass
 
 
@@ -91,10 +94,10 @@ def test_budget_that_the_safeguards_leave_no_room_for(originals: Path, plan: Pat
         (("--preset", "nonsense"), ("'nonsense'", "paper")),
         (("--preset", "paper", "--gain", "nonsense"), ("'nonsense'", "kept, none, power")),
         (("--max-new-tokens", 0), ("nothing to generate", "--max-new-tokens")),
-        (("--skip", 0.6), ("it has 50%", "`ace budget MODEL --plan PLAN --text FILE --budgets 0.6 --policy")),
+        (("--skip", 0.6), ("it has 50%", "`ace plan MODEL --plan PLAN --text FILE --budgets 0.6 --policy")),
         (("--skip", 0.5, "--workload", "none.txt"), ("no workload 'none.txt'", "it has:")),
-        (("--skip", 0.5, "--gain", "none"), ("gain none", "it has none for these settings", "ace budget")),
-        (("--skip", 0.5, "--preset", "paper"), ("gain kept", "it has none for these settings", "ace budget")),
+        (("--skip", 0.5, "--gain", "none"), ("gain none", "it has none for these settings", "ace plan")),
+        (("--skip", 0.5, "--preset", "paper"), ("gain kept", "it has none for these settings", "ace plan")),
     ],
     ids=str,
 )
@@ -112,11 +115,11 @@ def test_a_wrong_setting_is_not_the_plans(plan: Path) -> None:
 
 
 def test_skip_before_any_threshold_is_mapped(originals: Path, tmp_path: Path, refuse: Refuse) -> None:
-    """The plan straight from `ace tables`: the next command is in the message."""
+    """The plan straight from `ace plan MODEL -o FILE`: the next command is in the message."""
     plan = build_plan(originals / "single").save(tmp_path / "new.safetensors")
     says = (
         "no threshold",
         "it has none for these settings",
-        "`ace budget MODEL --plan PLAN --text FILE --budgets 0.3 --policy share:squared=false --gain power`",
+        "`ace plan MODEL --plan PLAN --text FILE --budgets 0.3 --policy share:squared=false --gain power`",
     )
     refuse(*run_arguments(originals / "single", plan), says=says)

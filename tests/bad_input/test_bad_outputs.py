@@ -21,11 +21,13 @@ from command import run_ace, start_ace
 
 def test_output_in_no_folder(single: Path, tmp_path: Path, refuse: Refuse) -> None:
     for path in (tmp_path / "no" / "plan.safetensors", single / "config.json" / "plan.safetensors"):
-        refuse("tables", single, "-o", path, says=("There is no folder", "Create it, or choose another place"))
+        refuse(
+            "plan", single, "--tables", "-o", path, says=("There is no folder", "Create it, or choose another place")
+        )
 
 
 def test_output_that_is_a_folder(single: Path, tmp_path: Path, refuse: Refuse) -> None:
-    refuse("tables", single, "-o", tmp_path, says=("it is a folder", "Choose another place"))
+    refuse("plan", single, "--tables", "-o", tmp_path, says=("it is a folder", "Choose another place"))
 
 
 def test_read_only_folder(
@@ -37,14 +39,21 @@ def test_read_only_folder(
     monkeypatch.setattr("ace_moe.checkpoint.MoEModel.open", lambda *_: pytest.fail("the checkpoint was opened"))
     monkeypatch.setattr("ace_moe.checkpoint.loading.load_model", lambda *_: pytest.fail("the model was loaded"))
     says = ("no permission", "Choose another place")
-    refuse("tables", single, "-o", plan, says=says)
+    refuse("plan", single, "--tables", "-o", plan, says=says)
     refuse(*budget_arguments(single, plan, text), says=says)
 
 
 @pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="needs a folder that not even root can write to")
 def test_folder_that_refuses_the_write(single: Path, refuse: Refuse) -> None:
     """/proc: root is told it may write there, and then may not."""
-    refuse("tables", single, "-o", "/proc/plan.safetensors", says=("/proc/plan.safetensors", "hoose another place"))
+    refuse(
+        "plan",
+        single,
+        "--tables",
+        "-o",
+        "/proc/plan.safetensors",
+        says=("/proc/plan.safetensors", "hoose another place"),
+    )
 
 
 def test_demo_into_a_file(text: Path, refuse: Refuse) -> None:
@@ -67,9 +76,9 @@ def test_full_disk(
     """Wherever in the write it strikes: the old plan is intact, no temporary file is left, the reason is named."""
     monkeypatch.setattr(os, place, fail_with(OSError(number, os.strerror(number))))
     says = (os.strerror(number), "What was there is unchanged", "free space")
-    refuse("tables", single, "-o", plan, says=says)
+    refuse("plan", single, "--tables", "-o", plan, says=says)
     refuse(*budget_arguments(single, plan, text), says=says)
-    refuse("tables", single, "-o", plan.with_name("new.safetensors"), says=says)
+    refuse("plan", single, "--tables", "-o", plan.with_name("new.safetensors"), says=says)
 
 
 @pytest.mark.long
@@ -77,7 +86,7 @@ def test_file_that_may_not_grow(single: Path, plan: Path, tmp_path: Path) -> Non
     """As a process with a real limit of 512 bytes a file: the write itself fails half way."""
     before = snapshot(tmp_path)
     limit = partial(resource.setrlimit, resource.RLIMIT_FSIZE, (512, 512))
-    ran = start_ace("tables", single, "-o", plan, preexec_fn=limit, env={"PYTHONDONTWRITEBYTECODE": "1"})
+    ran = start_ace("plan", single, "--tables", "-o", plan, preexec_fn=limit, env={"PYTHONDONTWRITEBYTECODE": "1"})
     assert os.strerror(errno.EFBIG) in paragraph(ran)
     assert snapshot(tmp_path) == before
 
@@ -90,7 +99,7 @@ def test_interrupted_write(
     """Ctrl-C inside the write: exit code 130, one line, and the folder as before."""
     monkeypatch.setattr(os, place, fail_with(KeyboardInterrupt()))
     before = snapshot(tmp_path)
-    tables = ("tables", single, "-o", plan)
+    tables = ("plan", single, "--tables", "-o", plan)
     ran = run_ace(*(tables if command == "tables" else budget_arguments(single, plan, text)))
     assert ran.code == 130
     assert "interrupted; nothing half-written is left behind" in ran.err

@@ -41,9 +41,8 @@ def test_safeguards_of_compare(option: str, value: str, single: Path, text: Path
 
 
 def test_options_that_would_be_ignored(single: Path, plan: Path, text: Path, refuse: Refuse) -> None:
-    refuse("tables", single, "--device", "cpu,cpu", "-o", text.with_name("t.safetensors"), says=("--workers 2",))
     refuse("run", single, "-p", plan, "--prompt", "x", "--policy", "gsp", "--preset", "paper", says=("not both",))
-    mapped = ("budget", single, "-p", plan, "--text", text, *SMALL, "--budgets", 0.5)
+    mapped = ("plan", single, "-p", plan, "--text", text, *SMALL, "--budgets", 0.5)
     refuse(*mapped, "--max-kl", 0.1, says=("leave --budgets out",))
     refuse(*compare(single, text, "--rival", "gsp"), says=("--rival is one of", "share"))
     refuse("bench", single, "--layers", 1, says=("--layers is for --shape",))
@@ -97,7 +96,7 @@ def test_window_above_the_models_length(single: Path, plan: Path, tmp_path: Path
     text.write_text("All that is gold does not glitter. " * 60)
     says = ("513", "512 positions", "--window")
     long = ("--window", 513, "--tokens", 1026, "--device", "cpu")
-    refuse("budget", single, "-p", plan, "--text", text, *long, says=says)
+    refuse("plan", single, "-p", plan, "--text", text, *long, says=says)
     refuse("perplexity", single, "--text", text, *long, says=says)
     refuse("compare", single, "--text", text, "-o", tmp_path / "r.json", *long, says=says)
     edit_config(single, rope_parameters={"rope_type": "yarn", "factor": 4.0, "rope_theta": 10000.0})
@@ -107,7 +106,7 @@ def test_window_above_the_models_length(single: Path, plan: Path, tmp_path: Path
 def test_no_slot_for_a_token(single: Path, plan: Path, refuse: Refuse) -> None:
     edit_config(single, num_experts_per_tok=0)
     says = ("no expert", "num_experts_per_tok", "download it again")
-    refuse("tables", single, "-o", plan, says=says)
+    refuse("plan", single, "--tables", "-o", plan, says=says)
     refuse("inspect", single, says=says)
 
 
@@ -123,7 +122,7 @@ def test_no_slot_for_a_token(single: Path, plan: Path, refuse: Refuse) -> None:
 )
 def test_entries_that_mean_nothing(change: dict[str, Any], said: str, single: Path, plan: Path, refuse: Refuse) -> None:
     rewrite(plan, meta=lambda meta: meta["thresholds"][0].update(change))
-    refuse(*run_arguments(single, plan), says=(said, "ace tables"))
+    refuse(*run_arguments(single, plan), says=(said,))
 
 
 def test_router_changed_in_memory(single: Path, plan: Path) -> None:
@@ -169,7 +168,7 @@ def test_names_do_not_reach_the_terminal_as_commands(single: Path, plan: Path, t
     evil = "a\x1b[2J\x1b]0;title\x07\x9b31mb\x7f\u202ec"
     rewrite(plan, meta=lambda meta: meta.update(model=evil))
     rewrite(plan, meta=lambda meta: meta["thresholds"][0]["workload"].update(name=evil))
-    for ran in (run_ace("inspect", plan), run_ace("tables", f"./{evil}"), run_ace("inspect", f"{evil}/x")):
+    for ran in (run_ace("inspect", plan), run_ace("plan", f"./{evil}", "--tables"), run_ace("inspect", f"{evil}/x")):
         for character in "\x1b\x07\x9b\x7f\u202e":
             assert character not in ran.out + ran.err
     assert "a\\x1b[2J" in run_ace("inspect", plan).out.replace("\n", "")
@@ -178,7 +177,7 @@ def test_names_do_not_reach_the_terminal_as_commands(single: Path, plan: Path, t
 
 @pytest.mark.parametrize("encoding", ["ascii", "cp1252", "latin-1"])
 @pytest.mark.parametrize(
-    "arguments", [("--help",), ("demo", "--help"), ("inspect", "PLAN"), ("tables", "no/τ–→")], ids=str
+    "arguments", [("--help",), ("demo", "--help"), ("inspect", "PLAN"), ("plan", "no/τ–→", "--tables")], ids=str
 )
 def test_terminals_without_unicode(encoding: str, arguments: tuple[str, ...], plan: Path) -> None:
     """– → τ become what the terminal has."""

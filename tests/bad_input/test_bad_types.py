@@ -30,9 +30,9 @@ def test_what_is_no_path(good_plan: Plan) -> None:
 
 def test_settings_in_part(good_plan: Plan) -> None:
     with pytest.raises(OptionError, match=r"gain, min_active, min_mass, params are missing.*make\("):
-        good_plan.answer({"policy": "share"}, 0.3)
+        good_plan.lookup({"policy": "share"}, 0.3)
     with pytest.raises(BudgetError, match=r"such as 0\.5"):
-        good_plan.threshold(make("share").settings, "half")  # type: ignore[arg-type]
+        good_plan.lookup(make("share").settings, "half")  # type: ignore[arg-type]
 
 
 def test_what_no_plan_is_loaded_from(good_plan: Plan) -> None:

@@ -45,12 +45,12 @@ def test_report_over_its_results(how: str, compared: Path, tmp_path: Path, refus
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json", "new.safetensors"])
 def test_plan_into_the_checkpoint(name: str, single: Path, refuse: Refuse) -> None:
     """A new file too: readers of a folder take every .safetensors file in it for a shard."""
-    refuse("tables", single, "-o", single / name, says=("inside the checkpoint", "Choose another place"))
+    refuse("plan", single, "--tables", "-o", single / name, says=("inside the checkpoint", "Choose another place"))
 
 
 def test_plan_through_a_link_into_the_checkpoint(single: Path, tmp_path: Path, refuse: Refuse) -> None:
     (tmp_path / "plan.safetensors").symlink_to(single / "model.safetensors")
-    refuse("tables", single, "-o", tmp_path / "plan.safetensors", says=("inside the checkpoint",))
+    refuse("plan", single, "--tables", "-o", tmp_path / "plan.safetensors", says=("inside the checkpoint",))
 
 
 def test_results_into_the_checkpoint(single: Path, text: Path, compared: Path, refuse: Refuse) -> None:
@@ -70,7 +70,7 @@ def test_output_over_a_file_of_another_kind(
 ) -> None:
     path = tmp_path / "notes"
     path.write_bytes(content)
-    refuse("tables", single, "-o", path, says=("no plan", "Choose another place"))
+    refuse("plan", single, "--tables", "-o", path, says=("no plan", "Choose another place"))
     refuse("report", compared, "-o", path, says=("no page of ours", "Choose another place"))
     refuse("compare", single, "--text", text, "-o", path, *SMALL, says=("no results", "Choose another place"))
     refuse("bench", single, "-o", path, says=("no results", "Choose another place"))
@@ -81,7 +81,7 @@ def test_plan_over_another_checkpoint_file(single: Path, tmp_path: Path, refuse:
     """A readable safetensors file that is no plan, wherever it lies."""
     path = tmp_path / "weights.safetensors"
     path.write_bytes((single / "model.safetensors").read_bytes())
-    refuse("tables", single, "-o", path, says=("no plan", "Choose another place"))
+    refuse("plan", single, "--tables", "-o", path, says=("no plan", "Choose another place"))
 
 
 def test_outputs_over_their_own_kind(single: Path, plan: Path, compared: Path, tmp_path: Path) -> None:
@@ -90,7 +90,7 @@ def test_outputs_over_their_own_kind(single: Path, plan: Path, compared: Path, t
     damaged.write_bytes(plan.read_bytes()[:100])
     empty.touch()
     for path in (plan, plan, damaged, empty):
-        assert run_ace("tables", single, "-o", path).code == 0
+        assert run_ace("plan", single, "--tables", "-o", path).code == 0
         assert Plan.load(path).model == "single"
     for _ in range(2):
         assert run_ace("report", compared, "-o", tmp_path / "page.html").code == 0

@@ -18,14 +18,14 @@ from command import run_ace
 def test_plan_of_another_structure(plan: Path, text: Path, tmp_path: Path, refuse: Refuse) -> None:
     """Named is what differs; the permission for other weights does not reach this far."""
     model = save_moe(tmp_path / "wide", num_experts=16)
-    says = ("another model (single)", "experts 8 in the plan, 16 in the model", "ace tables")
+    says = ("another model (single)", "experts 8 in the plan, 16 in the model", "ace plan")
     refuse(*run_arguments(model, plan), "--allow-other-weights", says=says)
     refuse(*budget_arguments(model, plan, text), says=says)
 
 
 def test_plan_of_other_weights(originals: Path, plan: Path, text: Path, refuse: Refuse) -> None:
     model = originals / "other"
-    says = ("same shape but other router weights", "ace tables", "allow_other_weights")
+    says = ("same shape but other router weights", "ace plan", "allow_other_weights")
     refuse(*run_arguments(model, plan), says=says)
     refuse(*budget_arguments(model, plan, text), says=says)
 

@@ -11,6 +11,7 @@ import zoo
 from ace_moe import build_plan
 from ace_moe.checkpoint import MoEModel, measure
 from ace_moe.checkpoint.structure import experts_modules, hollow_twin
+from ace_moe.tables import PAPER
 
 TURNED = ("inkling2_text",)  # rows of gate and up by turns on disk: read whole, not row by row for a fingerprint
 SAME = ("w_in", "w_out", "b_in", "b_out", "norm_scale", "router_rows")
@@ -78,7 +79,7 @@ def test_gemma4_wrapper_on_disk_is_as_in_memory(tmp_path):
 def test_plan_of_disk_and_of_memory_are_equal(tmp_path):
     model = zoo.build("glm4_moe", torch.bfloat16)
     model.save_pretrained(tmp_path)
-    disk, memory = build_plan(tmp_path), build_plan(model)
+    disk, memory = build_plan(tmp_path, PAPER), build_plan(model, PAPER)
     for key, layer in disk.tables.items():
         for name, values in layer.items():
             assert torch.equal(values, memory.tables[key][name])

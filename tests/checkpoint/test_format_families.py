@@ -21,12 +21,13 @@ from ace_moe import ACE, build_plan
 from ace_moe.checkpoint import MoEModel
 from ace_moe.checkpoint.loading import load_model
 from ace_moe.errors import StructureError
+from ace_moe.tables import PAPER
 
 TABLES = 1e-5  # relative
 
 
 def assert_same_tables(found: Path, wanted: Path) -> None:
-    mine, theirs = build_plan(found), build_plan(wanted)
+    mine, theirs = build_plan(found, PAPER), build_plan(wanted, PAPER)
     assert mine.tables.keys() == theirs.tables.keys()
     for key, layer in theirs.tables.items():
         for name, values in layer.items():
@@ -116,7 +117,7 @@ def by_expert(input: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
 
 def assert_runs_as_in_float64(packed: Path, plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The expanded model with the quantised checkpoint's plan, against what its codes mean in float64, under one rule."""
-    plan, outputs, kept = build_plan(packed), [], []
+    plan, outputs, kept = build_plan(packed, PAPER), [], []
     for model in (load_model(packed, "cpu", expand=True), load_model(plain, "cpu").double()):
         if model.dtype == torch.float64:
             monkeypatch.setattr(moe, "_grouped_mm", by_expert)  # the stock one takes no float64
@@ -152,7 +153,7 @@ def test_other_layouts_from_tables_to_a_running_model(
 def test_llama4_is_refused_with_its_reason(tmp_path: Path) -> None:
     zoo.build("llama4").save_pretrained(tmp_path)
     with pytest.raises(StructureError, match=r"no routed experts|registry"):
-        build_plan(tmp_path)
+        build_plan(tmp_path, PAPER)
 
 
 def test_quantised_router_rows_are_decoded(tmp_path: Path) -> None:

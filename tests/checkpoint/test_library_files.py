@@ -17,6 +17,7 @@ from ace_moe import build_plan
 from ace_moe.checkpoint import MoELayer, MoEModel
 from ace_moe.checkpoint.loading import load_model
 from ace_moe.errors import CheckpointError
+from ace_moe.tables import PAPER
 
 HERE = Path(__file__).parents[1] / "data" / "formats"
 FOLDERS = sorted(
@@ -29,12 +30,6 @@ DECODED, TABLES, ROUNDED = 1e-6, 1e-5, 5e-3  # relative: matrices, tables, weigh
 
 def by_name(folders: list[Path]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("folder", folders, ids=lambda f: f.name)
-
-
-@pytest.fixture(autouse=True)
-def _gguf(folder: Path) -> None:
-    if folder.name.startswith("gguf"):
-        pytest.importorskip("gguf")
 
 
 def expected(folder: Path) -> dict[str, Tensor]:
@@ -64,7 +59,7 @@ def test_decoded_as_by_the_library(folder: Path) -> None:
 @by_name(READ)
 def test_tables_are_those_of_the_library_in_float64(folder: Path) -> None:
     moe = MoEModel.open(folder)
-    layer, plan = next(moe.layers()), build_plan(moe)
+    layer, plan = next(moe.layers()), build_plan(moe, PAPER)
     gate, up, down = (matrices(folder, layer, part).double() for part in ("gate", "up", "down"))
     for name, raw in (("gsp", gsp(layer, gate, up, down)), ("rcr", rcr(layer, gate, up, down))):
         assert apart(plan.tables[layer.key][name], raw / raw.mean()) <= TABLES, name
@@ -97,7 +92,7 @@ def rcr(layer: MoELayer, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
     return torch.stack(out)
 
 
-@by_name([f for f in READ if not f.name.startswith("gguf")])
+@by_name(READ)
 def test_expanded_models_run_as_their_decoded_weights(folder: Path, tmp_path: Path) -> None:
     """Against the same folder with what the library decodes in place of what it stores."""
     model = load_model(folder, "cpu", expand=True)
@@ -110,7 +105,7 @@ def test_expanded_models_run_as_their_decoded_weights(folder: Path, tmp_path: Pa
     before, after = MoEModel.open(folder).fingerprint(), MoEModel.of(model).fingerprint()
     assert before.same_routers(after), "one plan serves the checkpoint and its expansion"
     model.save_pretrained(tmp_path)
-    assert build_plan(tmp_path).tables.keys() == build_plan(folder).tables.keys()
+    assert build_plan(tmp_path, PAPER).tables.keys() == build_plan(folder, PAPER).tables.keys()
 
 
 @by_name(REFUSED)
@@ -129,10 +124,10 @@ def test_scaled_fp8_without_a_quantization_config(folder: Path, tmp_path: Path) 
     config = json.loads((copy / "config.json").read_text())
     del config["quantization_config"]
     (copy / "config.json").write_text(json.dumps(config))
-    found, wanted = build_plan(copy).tables["0"], build_plan(folder).tables["0"]
+    found, wanted = build_plan(copy, PAPER).tables["0"], build_plan(folder, PAPER).tables["0"]
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
     (copy / "hf_quant_config.json").unlink()
-    assert all(torch.equal(build_plan(copy).tables["0"][name], wanted[name]) for name in wanted)
+    assert all(torch.equal(build_plan(copy, PAPER).tables["0"][name], wanted[name]) for name in wanted)
 
 
 @by_name([f for f in FOLDERS if f.name == "modelopt-fp8"])
@@ -147,7 +142,7 @@ def test_a_model_that_was_loaded_without_its_factors(folder: Path, tmp_path: Pat
     from transformers import AutoModelForCausalLM
 
     with pytest.raises(CheckpointError, match=r"rms of .*expand=True"):
-        build_plan(AutoModelForCausalLM.from_pretrained(copy))
+        build_plan(AutoModelForCausalLM.from_pretrained(copy), PAPER)
 
 
 @by_name([f for f in FOLDERS if f.name == "ct-fp8-channel"])
@@ -164,5 +159,5 @@ def test_bf16_experts_in_a_quantised_model_are_read_with_a_notice(folder: Path, 
     tensors |= {**plain, q: tensors[q].to(torch.float8_e4m3fn), f"{q}_scale": torch.ones(1)}
     save_file({k: t.contiguous() for k, t in tensors.items()}, copy / "model.safetensors")
     with pytest.warns(UserWarning, match=r"says the model is quantised \(compressed-tensors\).*read as they are"):
-        found = build_plan(copy)
-    assert apart(found.tables["0"]["gsp"], build_plan(folder).tables["0"]["gsp"]) <= TABLES
+        found = build_plan(copy, PAPER)
+    assert apart(found.tables["0"]["gsp"], build_plan(folder, PAPER).tables["0"]["gsp"]) <= TABLES

@@ -15,6 +15,7 @@ from ace_moe import ACE, build_plan
 from ace_moe.checkpoint import MoEModel
 from ace_moe.checkpoint.loading import load_model
 from ace_moe.errors import CheckpointError
+from ace_moe.tables import PAPER
 
 
 def as_on_a_gpu(folder: Path) -> PreTrainedModel:
@@ -29,7 +30,7 @@ def test_loaded_fp8_experts_keep_their_factors(tmp_path: Path) -> None:
     model = as_on_a_gpu(packed)
     experts = model.model.layers[0].mlp.experts
     assert type(experts).__name__ == "FP8Experts" and experts.gate_up_proj.dtype == torch.float8_e4m3fn
-    memory, disk = build_plan(model), build_plan(packed)
+    memory, disk = build_plan(model, PAPER), build_plan(packed, PAPER)
     for key, layer in disk.tables.items():
         for name, values in layer.items():
             torch.testing.assert_close(memory.tables[key][name], values, rtol=1e-5, atol=0)
@@ -60,8 +61,11 @@ def test_ragged_fp8_that_transformers_gets_wrong(tmp_path: Path) -> None:
     write(plain, meant, json.loads((plain / "config.json").read_text()))
     with pytest.raises(CheckpointError, match="--expand"):
         load_model(packed, "cpu")
-    right = build_plan(plain).tables["0"]
-    for found in (build_plan(packed), build_plan(load_model(packed, "cpu", dtype="float32", expand=True))):
+    right = build_plan(plain, PAPER).tables["0"]
+    for found in (
+        build_plan(packed, PAPER),
+        build_plan(load_model(packed, "cpu", dtype="float32", expand=True), PAPER),
+    ):
         torch.testing.assert_close(found.tables["0"]["gsp"], right["gsp"], rtol=1e-5, atol=0)
 
 
@@ -119,12 +123,12 @@ def test_refused_before_any_work(case: str) -> None:
     change, says = REFUSED[case]
     model = with_experts(change)
     with pytest.raises(CheckpointError, match=says):
-        build_plan(model)
+        build_plan(model, PAPER)
 
 
 @pytest.mark.parametrize("case", [c for c in REFUSED if c != "a lost factor"])
 def test_nothing_is_attached_to_them(case: str) -> None:
-    plan = build_plan(small("qwen3_moe"))
+    plan = build_plan(small("qwen3_moe"), PAPER)
     with pytest.raises(CheckpointError, match=REFUSED[case][1]):
         ACE(plan).attach(with_experts(REFUSED[case][0]))
 
@@ -141,6 +145,6 @@ def test_torchao_parameters_say_what_they_mean() -> None:
         half = (block.experts.down_proj.detach() / 2).as_subclass(kind)
         block.experts.down_proj = nn.Parameter(half, requires_grad=False)
 
-    found, wanted = build_plan(with_experts(change)), build_plan(small("qwen3_moe"))
+    found, wanted = build_plan(with_experts(change), PAPER), build_plan(small("qwen3_moe"), PAPER)
     for name, values in wanted.tables["1"].items():
         torch.testing.assert_close(found.tables["1"][name], values, rtol=1e-5, atol=0)

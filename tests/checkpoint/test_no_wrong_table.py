@@ -122,6 +122,6 @@ def test_there_are_enough_cases() -> None:
 
 def test_the_command_fails_and_writes_nothing(tmp_path: Path, original: tuple[dict, dict]) -> None:
     folder = replaced(tmp_path, original, {"weight": BARE["F8_E4M3"]}, {})
-    done = run_ace("tables", folder, "-o", tmp_path / "plan.safetensors")
+    done = run_ace("plan", folder, "--tables", "-o", tmp_path / "plan.safetensors")
     assert done.code == 1 and "gate_proj.weight is F8_E4M3 [32, 64]" in " ".join(done.err.split())
     assert not (tmp_path / "plan.safetensors").exists()

@@ -21,6 +21,7 @@ from ace_moe.lab.compare.compare import against, compare, score_of
 from ace_moe.lab.compare.grid import FIRST, Grid, first_methods, parse_gains, parse_method, parse_methods, written
 from ace_moe.lab.compare.store import open_results, read_json, write_json
 from ace_moe.lab.compare.subject import Subject
+from ace_moe.lab.policies import LAB_POLICIES
 from ace_moe.plan import Plan
 from ace_moe.policies import POLICIES, make
 from ace_moe.provenance import provenance
@@ -53,7 +54,7 @@ def subject(demo_model: PreTrainedModel, demo_plan: Plan, demo_windows: Windows)
 
 def test_methods_as_typed() -> None:
     """All, some, with settings; a variant's colon belongs to its name."""
-    assert parse_methods("all") == tuple(POLICIES)
+    assert parse_methods("all") == (*POLICIES, *LAB_POLICIES)
     assert parse_methods(" share, ace:fusion=min ,share") == ("share", "ace:fusion=min")
     assert parse_method("ace:fusion=min:min_active=2") == ("ace", {"fusion": "min", "min_active": 2})
     assert parse_method("naee:ace-paper") == ("naee:ace-paper", {})

@@ -51,9 +51,9 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("plan") / "plan.safetensors"
-    assert run_ace("tables", MODEL, "-o", path).code == 0
+    assert run_ace("plan", MODEL, "--tables", "-o", path).code == 0
     small = ("--tokens", 1024, "--window", 256, "--budgets", "0.5", "--no-correct")
-    assert run_ace("budget", MODEL, "-p", path, "--text", TEXT, *small).code == 0
+    assert run_ace("plan", MODEL, "-p", path, "--text", TEXT, *small).code == 0
     return path
 
 

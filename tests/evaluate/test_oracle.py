@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from transformers import PreTrainedModel
 
 from ace_moe.lab.compare.oracle import by_expert, correlation, observed, table_correlation
+from ace_moe.lab.policies.calls import answers
 from ace_moe.plan import Plan
-from ace_moe.policies.calibration import answers
 from ace_moe.text import Windows
 
 

@@ -38,7 +38,7 @@ def test_one_dense_pass_equals_each_policys_own(subject: Subject) -> None:
     for name, policy in policies.items():
         ace = ACE(subject.plan, policy=policy)
         with ace(subject.model):
-            own = Passes(ace.runtime, subject.model, subject.windows)(0.0)
+            own = Passes(ace.deciders, subject.model, subject.windows)(0.0)
         assert torch.equal(seen[name].bins, own.bins), name
     assert untouched(subject.model)
 
@@ -57,7 +57,7 @@ def test_recorder_keeps_what_each_threshold_did(subject: Subject) -> None:
     """Ratios by layer and by expert add up to the realised ratio."""
     ace = ACE(subject.plan, policy="share")
     with ace(subject.model):
-        passes = Recorder(ace.runtime, subject)
+        passes = Recorder(ace.deciders, subject)
         ratio = passes(EDGE).ratio(EDGE)
         found = passes.outcome(EDGE)
         assert passes.count == 1
@@ -74,7 +74,7 @@ def test_budgets_are_met_by_quantile_and_by_search(subject: Subject, name: str) 
     _, seen = dense_pass(subject, {name: policy} if by_quantile(policy) else {})
     ace = ACE(subject.plan, policy=policy)
     with ace(subject.model):
-        passes = Recorder(ace.runtime, subject)
+        passes = Recorder(ace.deciders, subject)
         found = fit_budgets(passes, [0.5], dense=seen.get(name))[0]
         assert passes.outcome(found.threshold).realised == pytest.approx(0.5, abs=0.003)
         assert passes.count == len(passes.outcomes) and set(passes.asked) == set(passes.outcomes)
@@ -84,7 +84,7 @@ def test_steps_are_measured_once(subject: Subject) -> None:
     """Two slots of eight or three: 30 % is not there, and no correction brings it closer."""
     ace = ACE(subject.plan, policy=make("fixed"))
     with ace(subject.model):
-        passes = Recorder(ace.runtime, subject)
+        passes = Recorder(ace.deciders, subject)
         assert fit_budgets(passes, [0.3], dense=passes(0.0))[0].realised == 0.25
     assert passes.count == 2
 

@@ -60,7 +60,7 @@ def test_thresholds_transfers_and_cost(
     carried = next(r for r in found["transfers"] if r["from"] == "code.txt" and r["budget"] == 0.5)
     ace = ACE(demo_plan, policy="share")
     with ace(demo_model):
-        Passes(ace.runtime, demo_model, workloads[0])(carried["threshold"])
+        Passes(ace.deciders, demo_model, workloads[0])(carried["threshold"])
         assert carried["realised"] == ace.realised
     ways = {r["way"]: r for r in found["cost"]}
     assert ways["quantile"]["passes"] == 1

@@ -18,6 +18,7 @@ from ace_moe import build_plan  # noqa: E402
 from ace_moe.plan import Threshold, Workload  # noqa: E402
 from ace_moe.plan.curves import Curve, shaping  # noqa: E402
 from ace_moe.policies import Ace, Share  # noqa: E402
+from ace_moe.tables import PAPER  # noqa: E402
 
 
 def put(target: str, name: str, data: bytes) -> None:
@@ -28,7 +29,7 @@ def put(target: str, name: str, data: bytes) -> None:
 
 def main() -> None:
     model = checkpoint()
-    plain = build_plan(model)
+    plain = build_plan(model, PAPER)
     rest = {"realised": 0.5, "corrected": True, "passes": 1, "workload": Workload("text.txt", "0" * 64, 64)}
     mapped = plain.with_thresholds(
         [Threshold(**Ace().settings, budget=b, threshold=b / 2, **rest) for b in (0.25, 0.5)]
@@ -39,8 +40,14 @@ def main() -> None:
         shaping(Share().settings), Workload("text.txt", "0" * 64, 64), torch.tensor([[0, 0.1, 0.5], [0, 0.4, 0.8]])
     )
     settings = {"settings": Share().settings, "factor": None}
-    curved = replace(mapped.with_curve(curve), recommendation=settings, made=({"command": "ace tables"},))
-    for name, plan in (("plain", plain), ("mapped", mapped), ("full", full), ("curved", curved)):
+    curved = replace(mapped.with_curve(curve), recommendation=settings, made=({"command": "ace plan"},))
+    for name, plan in (
+        ("bare", build_plan(model)),
+        ("plain", plain),
+        ("mapped", mapped),
+        ("full", full),
+        ("curved", curved),
+    ):
         put("plan", name, plan.to_bytes())
     put("header", "whole", (model / "model.safetensors").read_bytes())
     put("config", "qwen3_moe", (model / "config.json").read_bytes())

@@ -17,14 +17,16 @@ import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from ace_moe import ACE, AceError, Plan
-from ace_moe.checkpoint.model import MoEModel, _twin, load_config
+from ace_moe.checkpoint.model import MoEModel, load_config
 from ace_moe.checkpoint.source import CheckpointSource
+from ace_moe.checkpoint.structure import hollow_twin
 from ace_moe.cli import show
 from ace_moe.cli.common import parse_budgets
 from ace_moe.cli.serving import parse_kernels, refuse_flags, take_additional
 from ace_moe.engines.vllm.http import AceMiddleware
 from ace_moe.lab.compare.grid import parse_gains, parse_methods
 from ace_moe.lab.report.page import write_page
+from ace_moe.plan.file import OPENING, seal
 
 Target = Callable[[bytes], None]
 SIZES = {"vocab_size": 32, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -56,13 +58,13 @@ def checkpoint() -> Path:
 @cache
 def opened() -> tuple[Any, list[Any]]:
     config = load_config(checkpoint())
-    return _twin(checkpoint(), config), MoEModel.open(checkpoint()).sites
+    return hollow_twin(config), MoEModel.open(checkpoint()).sites
 
 
 def plan(data: bytes) -> None:
-    """A plan file, and what commands do with it."""
+    """A plan file, under a checksum that is right, and what commands do with it."""
     path = scratch() / "plan.safetensors"
-    path.write_bytes(data)
+    path.write_bytes(seal(data) if data[8:].startswith(OPENING) else data)
     found = Plan.load(path)
     json.dumps(show.plan_json(found))
     assert found.check_model(found.fingerprint) is found
@@ -89,7 +91,7 @@ def config(data: bytes) -> None:
     (folder / "config.json").write_bytes(data)
     found = load_config(folder)
     if _size(found) < 1 << 20:  # building a large one takes long and is nobody's mistake
-        _twin(folder, found)
+        hollow_twin(found)
 
 
 def _size(found: Any) -> float:

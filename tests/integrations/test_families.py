@@ -8,20 +8,16 @@ from transformers.integrations import moe
 
 import zoo
 from ace_moe import ACE, AceError, build_plan
-from ace_moe.checkpoint import Site
-from ace_moe.decider import Runtime
-from ace_moe.engines.transformers import Attachment
-from ace_moe.errors import IntegrationError, StructureError
-from ace_moe.plan import Plan
-from ace_moe.plan.fingerprint import Fingerprint, Routers
+from ace_moe.checkpoint import MoEModel
 from ace_moe.policies import make
+from ace_moe.tables import PAPER
 
 OUTSIDE = "its experts are outside transformers' registry"
 
 
 def policy_for(plan):
-    """ACE where both tables exist, else the gate share."""
-    return make("share") if plan.undefined else make("ace")
+    """ACE where both tables were made, else the gate share."""
+    return make("share") if plan.lacks(PAPER) else make("ace")
 
 
 def middle(plan):
@@ -59,7 +55,7 @@ def test_threshold_zero_is_the_stock_model(name, dtype, tried):
     model = zoo.build(name, dtype)
     model.set_experts_implementation("grouped_mm")
     stock = zoo.run(model)
-    plan = build_plan(model)
+    plan = build_plan(model, PAPER)
     tried(name, "tables", why=" ".join(plan.undefined.values()), part=True)
     ace = ACE(plan, policy=policy_for(plan))
     with ace(model):
@@ -73,13 +69,13 @@ def test_threshold_zero_is_the_stock_model(name, dtype, tried):
 def test_executed_slots_are_the_kept_slots(name, executed, tried):
     tried(name, "transformers", "prefill")
     model = zoo.build(name)
-    plan = build_plan(model)
+    plan = build_plan(model, PAPER)
     ace = ACE(plan, policy=policy_for(plan))
     with ace(model):
         ace.set_threshold(middle(plan))
         out = zoo.run(model)
         kept = ace.report()["prefill"]["kept"]
-    products = 2 * len(ace.runtime.layers)
+    products = 2 * len(ace.deciders)
     assert len(executed) == products
     assert sum(executed) == 2 * kept, "up and down each compute the kept rows, no more"
     assert out.isfinite().all(), "a row that was not computed leaked into the output"
@@ -91,12 +87,12 @@ def test_skipping_matches_dense_arithmetic(name, tried):
     """The output equals running every slot and weighing the skipped ones 0."""
     tried(name, "transformers", "prefill")
     model = zoo.build(name)
-    plan = build_plan(model)
+    plan = build_plan(model, PAPER)
     ace = ACE(plan, policy=policy_for(plan))
     with ace(model):
         ace.set_threshold(middle(plan))
         skipped = zoo.run(model)
-        for layer in ace.runtime.layers.values():  # same rule, but skipped slots stay routed with gate 0
+        for layer in ace.deciders.values():  # same rule, but skipped slots stay routed with gate 0
             layer.decide = lambda ids, gates, hidden, one=layer: (ids, type(one).decide(one, ids, gates, hidden)[1])
         dense = zoo.run(model)
     torch.testing.assert_close(skipped, dense, atol=2e-5, rtol=2e-5)
@@ -109,7 +105,7 @@ def test_generated_tokens_are_skipped_and_counted(name, tried):
     model = zoo.build(name)
     if model.get_output_embeddings() is None or not model.can_generate():
         pytest.skip("it generates nothing")
-    plan, ids = build_plan(model), zoo.inputs(tokens=9)["input_ids"]
+    plan, ids = build_plan(model, PAPER), zoo.inputs(tokens=9)["input_ids"]
     how = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
     try:
         model.generate(ids, **how)
@@ -131,29 +127,33 @@ def test_families_outside_the_registry_are_refused_or_covered(name, tried):
     if not zoo.has(name):
         pytest.skip("not in this release")
     model = zoo.build(name)
-    with pytest.raises(StructureError, match="experts"):
-        build_plan(model)
-    found = [
-        (p, m) for p, m in model.named_modules() if type(m).__name__.endswith("Experts") and hasattr(m, "num_experts")
-    ]
-    sites = [
-        Site(str(i), p, m, m.num_experts, zoo.TOP_K, None, None, None, None, "other") for i, (p, m) in enumerate(found)
-    ]
-    runtime = Runtime(Plan(tables={}, fingerprint=Fingerprint({}, Routers(""))), make("share"))
     tried(name, "tables", why=OUTSIDE)
     if name != "step3p7" or version.parse(transformers.__version__) < version.parse("5.18"):
         tried(name, "transformers", "prefill", "decode", why=OUTSIDE)
-        if sites:
-            with pytest.raises((IntegrationError, AceError)):
-                Attachment(model, runtime, sites)
+        with pytest.raises(AceError, match="experts"):
+            ACE.from_pretrained(model, policy="share").attach(model)
         return
     tried(name, "transformers", "prefill")
     before = zoo.run(model)
-    attachment = Attachment(model, runtime, sites)
-    assert torch.equal(before, zoo.run(model))
-    runtime.set(torch.full((3,), 1.02 / zoo.TOP_K))
-    assert not torch.equal(before, zoo.run(model))
-    with attachment.out("grouped_mm"):
+    with ACE.from_pretrained(model, policy="share")(model) as ace:
         assert torch.equal(before, zoo.run(model))
-    attachment.remove()
+        ace.set_threshold(middle(ace.plan))
+        assert not torch.equal(before, zoo.run(model)) and 0 < ace.realised < 1
     assert torch.equal(before, zoo.run(model))
+
+
+@pytest.mark.parametrize("name", ["step3p7", "zaya", "axk2"])
+def test_share_runs_where_tables_are_undefined(name):
+    """What needs a table says that `share` needs none."""
+    if not zoo.has(name):
+        pytest.skip("not in this release")
+    model = zoo.build(name)
+    plan = build_plan(model)
+    assert plan.layers == [site.key for site in MoEModel.of(model).sites] and plan.lacks(PAPER) == list(PAPER)
+    for made in (plan, build_plan(model, PAPER)):
+        with pytest.raises(AceError, match="'share' needs no table"):
+            ACE(made, policy="ace").attach(model)
+    with ACE(plan, policy="share")(model) as ace:
+        ace.set_threshold(middle(plan))
+        zoo.run(model)
+        assert ace.realised > 0 and ace.plan == plan

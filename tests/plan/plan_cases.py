@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 
-from ace_moe.plan import Curve, Fingerprint, Phase, Plan, Routers, Threshold, Workload
+from ace_moe.plan import Answer, Curve, Fingerprint, Phase, Plan, Routers, Threshold, Workload
 from ace_moe.plan.curves import shaping
+from ace_moe.plan.file import seal
 from ace_moe.policies import Ace
 
 KEPT = Path(__file__).parents[1] / "data" / "plans"
@@ -60,15 +61,20 @@ def plan_of(*thresholds: Threshold, layers: int = 2, experts: int = 8) -> Plan:
     return Plan(tables, Fingerprint(structure, Routers("c" * 64)), "tiny", thresholds=thresholds)
 
 
+def found(answer: Answer) -> tuple[float, str | None]:
+    """τ, and what is said of it."""
+    return answer.threshold, answer.notice
+
+
 def edited(
     plan: Plan, path: Path, meta: Callable[[dict[str, Any]], object], tensors: dict[str, Tensor] | None = None
 ) -> Path:
-    """The plan's file after `meta` changed its metadata, with further tensors."""
+    """The plan's file after `meta` changed its metadata, with further tensors, under a checksum that is right."""
     with safe_open(plan.save(path), "pt") as file:
-        found = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+        kept = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
         ace = json.loads(file.metadata()["ace"])
     meta(ace)
-    save_file({**found, **(tensors or {})}, path, metadata={"ace": json.dumps(ace)})
+    path.write_bytes(seal(save({**kept, **(tensors or {})}, metadata={"ace": json.dumps(ace)})))
     return path
 
 

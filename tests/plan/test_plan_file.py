@@ -148,7 +148,6 @@ def test_plans_are_compared_by_value() -> None:
         {"default_workload": "a" * 64},
         {"guarded": {"factor_branch": ("0",)}},
         {"recommendation": {"settings": {}}},
-        {"unread": {"colour": []}},
     ],
     ids=lambda change: next(iter(change)),
 )

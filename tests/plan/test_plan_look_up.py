@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from plan_cases import CODE, NEWS, SETTINGS, curve, entry, plan_of
+from plan_cases import CODE, NEWS, SETTINGS, curve, entry, found, plan_of
 
 from ace_moe import ACE
 from ace_moe.errors import BudgetError
@@ -26,8 +26,8 @@ def test_exact_look_up(thresholds: list[tuple[int, float]]) -> None:
     """A mapped budget gives its own τ and no notice, also when it comes out of arithmetic."""
     plan = plan_of(*(entry(percent / 100, tau) for percent, tau in thresholds))
     for percent, tau in thresholds:
-        assert plan.threshold(SETTINGS, percent / 100) == (tau, None)
-        assert plan.threshold(SETTINGS, percent * 0.01) == (tau, None)
+        assert found(plan.lookup(SETTINGS, percent / 100)) == (tau, None)
+        assert found(plan.lookup(SETTINGS, percent * 0.01)) == (tau, None)
 
 
 @pytest.mark.parametrize(
@@ -43,16 +43,16 @@ def test_exact_look_up(thresholds: list[tuple[int, float]]) -> None:
 def test_look_up_is_exact_on_settings(other: dict[str, Any]) -> None:
     """A τ mapped under other settings realises another ratio, so it is not used; the error names what to run."""
     plan = plan_of(entry(0.5, 0.2), entry(0.3, 0.1, of=other))
-    assert plan.threshold(other, 0.3) == (0.1, None)
-    with pytest.raises(BudgetError, match=r"it has 30% for these settings.*`ace budget.*--budgets 0\.5 --policy"):
-        plan.threshold(other, 0.5)
+    assert found(plan.lookup(other, 0.3)) == (0.1, None)
+    with pytest.raises(BudgetError, match=r"it has 30% for these settings.*`ace plan.*--budgets 0\.5 --policy"):
+        plan.lookup(other, 0.5)
 
 
 @given(share=st.floats(0.01, 0.99))
 def test_interpolation_is_noted(share: float) -> None:
     """Between two mapped budgets τ is linear, and the notice names both ends."""
     plan = plan_of(entry(0.2, 0.1), entry(0.6, 0.3))
-    tau, notice = plan.threshold(SETTINGS, 0.2 + share * 0.4)
+    tau, notice = found(plan.lookup(SETTINGS, 0.2 + share * 0.4))
     assert math.isclose(tau, 0.1 + share * 0.2, rel_tol=1e-9)
     assert notice is not None
     assert "20%" in notice
@@ -62,7 +62,7 @@ def test_interpolation_is_noted(share: float) -> None:
 
 def test_interpolation_starts_at_zero() -> None:
     """Budget 0 is τ = 0 without an entry, so a budget under the smallest mapped one is between two."""
-    tau, notice = plan_of(entry(0.4, 0.2)).threshold(SETTINGS, 0.1)
+    tau, notice = found(plan_of(entry(0.4, 0.2)).lookup(SETTINGS, 0.1))
     assert tau == pytest.approx(0.05)
     assert notice is not None
     assert "between 0% and 40%" in notice
@@ -70,13 +70,13 @@ def test_interpolation_starts_at_zero() -> None:
 
 def test_nothing_is_extrapolated() -> None:
     """Above the largest mapped budget τ is unknown; the error lists what there is."""
-    with pytest.raises(BudgetError, match=r"50\.0%.*it has 20%, 40% for these settings.*ace budget"):
-        plan_of(entry(0.2, 0.1), entry(0.4, 0.2)).threshold(SETTINGS, 0.5)
+    with pytest.raises(BudgetError, match=r"50\.0%.*it has 20%, 40% for these settings.*ace plan"):
+        plan_of(entry(0.2, 0.1), entry(0.4, 0.2)).lookup(SETTINGS, 0.5)
 
 
 @pytest.mark.parametrize("phase", ["both", "prefill", "decode", "verify"])
 def test_budget_zero_needs_no_entry(phase: Phase) -> None:
-    assert plan_of().threshold(SETTINGS, 0.0, phase) == (0.0, None)
+    assert found(plan_of().lookup(SETTINGS, 0.0, phase)) == (0.0, None)
     assert ACE(plan_of(), 0).realised == 0
 
 
@@ -86,31 +86,31 @@ def test_budget_zero_needs_no_entry(phase: Phase) -> None:
 def test_the_first_text_is_the_default() -> None:
     """A later text changes nothing for those who name none, until it is made the default."""
     plan = plan_of().with_thresholds([entry(0.5, 0.2, CODE)]).with_thresholds([entry(0.5, 0.3, NEWS)])
-    assert plan.threshold(SETTINGS, 0.5)[0] == 0.2
-    assert plan.threshold(SETTINGS, 0.5, workload="news.txt")[0] == 0.3
-    assert plan.with_default(NEWS).threshold(SETTINGS, 0.5)[0] == 0.3
+    assert plan.lookup(SETTINGS, 0.5).threshold == 0.2
+    assert plan.lookup(SETTINGS, 0.5, workload="news.txt").threshold == 0.3
+    assert plan.with_default(NEWS).lookup(SETTINGS, 0.5).threshold == 0.3
     more = plan.with_thresholds([entry(0.6, 0.4, NEWS)])
     with pytest.raises(BudgetError, match="it has 50%"):
-        more.threshold(SETTINGS, 0.6)
+        more.lookup(SETTINGS, 0.6)
 
 
 def test_own_text_gives_way_to_a_given_one() -> None:
     own = Workload(OWN, "e" * 64, 2048)
     plan = plan_of().with_thresholds([entry(0.5, 0.1, own)])
-    assert plan.threshold(SETTINGS, 0.5)[0] == 0.1
+    assert plan.lookup(SETTINGS, 0.5).threshold == 0.1
     given = plan.with_thresholds([entry(0.5, 0.2, CODE)])
-    assert given.threshold(SETTINGS, 0.5)[0] == 0.2
-    assert given.with_thresholds([entry(0.5, 0.15, own)]).threshold(SETTINGS, 0.5)[0] == 0.2
-    assert given.with_thresholds([entry(0.5, 0.3, NEWS)]).threshold(SETTINGS, 0.5)[0] == 0.2
+    assert given.lookup(SETTINGS, 0.5).threshold == 0.2
+    assert given.with_thresholds([entry(0.5, 0.15, own)]).lookup(SETTINGS, 0.5).threshold == 0.2
+    assert given.with_thresholds([entry(0.5, 0.3, NEWS)]).lookup(SETTINGS, 0.5).threshold == 0.2
     assert given.with_default(own).with_curve(curve(LINE, NEWS)).default_workload == NEWS.sha256
 
 
 def test_schema_1_takes_the_newest() -> None:
     """It names no default; what is mapped later does not move it."""
     plan = plan_of(entry(0.5, 0.2, CODE), entry(0.5, 0.3, NEWS))
-    assert plan.threshold(SETTINGS, 0.5)[0] == 0.3
+    assert plan.lookup(SETTINGS, 0.5).threshold == 0.3
     later = plan.with_thresholds([entry(0.5, 0.4, Workload("third.txt", "f" * 64, 10))])
-    assert later.threshold(SETTINGS, 0.5)[0] == 0.3
+    assert later.lookup(SETTINGS, 0.5).threshold == 0.3
 
 
 def test_settings_the_default_does_not_have() -> None:
@@ -118,7 +118,7 @@ def test_settings_the_default_does_not_have() -> None:
     plan = (
         plan_of().with_thresholds([entry(0.5, 0.2, CODE)]).with_thresholds([entry(0.5, 0.3, NEWS, of=Share().settings)])
     )
-    assert plan.threshold(Share().settings, 0.5)[0] == 0.3
+    assert plan.lookup(Share().settings, 0.5).threshold == 0.3
 
 
 SAME_NAME = [Workload("news.txt", digest + "0" * 58, 1024) for digest in ("abcd12", "abcd34", "ff0000")]
@@ -130,10 +130,10 @@ def test_two_texts_of_one_name() -> None:
     shown = labels(plan.workloads)
     assert list(shown.values()) == ["news.txt#abcd1", "news.txt#abcd3", "news.txt#ff00", "code.txt"]
     for n, text in enumerate(SAME_NAME):
-        assert plan.threshold(SETTINGS, 0.5, workload=shown[text.sha256])[0] == pytest.approx(0.1 * (n + 1))
+        assert plan.lookup(SETTINGS, 0.5, workload=shown[text.sha256]).threshold == pytest.approx(0.1 * (n + 1))
     for bad in ("news.txt", "news.txt#abcd", "news.txt#"):
         with pytest.raises(BudgetError, match=r"several texts.*news\.txt#abcd1, news\.txt#abcd3.*Name one"):
-            plan.threshold(SETTINGS, 0.5, workload=bad)
+            plan.lookup(SETTINGS, 0.5, workload=bad)
     with pytest.raises(BudgetError, match=r"no workload .news\.txt#0"):
         ACE(plan, 0.5, workload="news.txt#0")
     with pytest.raises(BudgetError, match="no workload"):
@@ -143,16 +143,16 @@ def test_two_texts_of_one_name() -> None:
 def test_workloads_are_not_mixed() -> None:
     """Interpolating between thresholds of two texts would promise a ratio neither has."""
     plan = plan_of(entry(0.2, 0.1, CODE), entry(0.6, 0.5, CODE), entry(0.4, 0.2, NEWS))
-    tau, notice = plan.threshold(SETTINGS, 0.2)
+    tau, notice = found(plan.lookup(SETTINGS, 0.2))
     assert tau == pytest.approx(0.1)
     assert notice is not None
     with pytest.raises(BudgetError, match="it has 40%"):
-        plan.threshold(SETTINGS, 0.6)
+        plan.lookup(SETTINGS, 0.6)
 
 
 def test_unknown_workload_is_refused() -> None:
-    with pytest.raises(BudgetError, match=r"no workload 'poems\.txt'; it has: news\.txt\..*ace budget"):
-        plan_of(entry(0.5, 0.2)).threshold(SETTINGS, 0.5, workload="poems.txt")
+    with pytest.raises(BudgetError, match=r"no workload 'poems\.txt'; it has: news\.txt\..*ace plan"):
+        plan_of(entry(0.5, 0.2)).lookup(SETTINGS, 0.5, workload="poems.txt")
 
 
 def test_same_entry_is_replaced() -> None:
@@ -183,11 +183,11 @@ def test_other_entries_are_kept(other: Threshold) -> None:
 def test_phases_have_their_own_thresholds() -> None:
     """An entry for one phase serves that phase alone; an entry for both serves each."""
     plan = plan_of(entry(0.5, 0.2, phase="prefill"), entry(0.5, 0.3, phase="decode"))
-    assert plan.threshold(SETTINGS, 0.5, "prefill")[0] == 0.2
-    assert plan.threshold(SETTINGS, 0.5, "decode")[0] == 0.3
+    assert plan.lookup(SETTINGS, 0.5, "prefill").threshold == 0.2
+    assert plan.lookup(SETTINGS, 0.5, "decode").threshold == 0.3
     with pytest.raises(BudgetError, match="no threshold"):
-        plan.threshold(SETTINGS, 0.5, "both")
-    assert plan_of(entry(0.5, 0.4)).threshold(SETTINGS, 0.5, "decode")[0] == 0.4
+        plan.lookup(SETTINGS, 0.5, "both")
+    assert plan_of(entry(0.5, 0.4)).lookup(SETTINGS, 0.5, "decode").threshold == 0.4
 
 
 def test_ace_takes_a_budget_per_phase() -> None:
@@ -219,21 +219,21 @@ def test_denominator_zero_is_none() -> None:
     old = {**Fixed().settings, "params": {"denominator": 0}}
     new = {**Fixed().settings, "params": {}}
     for mapped, asked in ((old, new), (new, old), (old, old)):
-        assert plan_of(entry(0.5, 0.2, of=mapped)).threshold(asked, 0.5) == (0.2, None)
+        assert found(plan_of(entry(0.5, 0.2, of=mapped)).lookup(asked, 0.5)) == (0.2, None)
     assert plan_of(entry(0.5, 0.2, of=old)).with_thresholds([entry(0.5, 0.3, of=new)]).thresholds == (
         entry(0.5, 0.3, of=new),
     )
     with pytest.raises(BudgetError, match="it has none for these settings"):
-        plan_of(entry(0.5, 0.2, of=old)).threshold({**new, "params": {"denominator": 4}}, 0.5)
+        plan_of(entry(0.5, 0.2, of=old)).lookup({**new, "params": {"denominator": 4}}, 0.5)
 
 
 def test_a_factor_is_a_setting() -> None:
     """A τ mapped with layer factors is another τ; without one the settings are as they always were."""
     scaled = {**SETTINGS, "factor": "factor_branch"}
     plan = plan_of(entry(0.5, 0.2), entry(0.5, 0.1, of=scaled))
-    assert plan.threshold(SETTINGS, 0.5) == (0.2, None)
-    assert plan.threshold({**SETTINGS, "factor": None}, 0.5) == (0.2, None)
-    assert plan.threshold(scaled, 0.5) == (0.1, None)
+    assert found(plan.lookup(SETTINGS, 0.5)) == (0.2, None)
+    assert found(plan.lookup({**SETTINGS, "factor": None}, 0.5)) == (0.2, None)
+    assert found(plan.lookup(scaled, 0.5)) == (0.1, None)
     assert plan.thresholds[0].settings["factor"] is None
     with pytest.raises(BudgetError, match="factor factor_other"):
-        plan.threshold({**SETTINGS, "factor": "factor_other"}, 0.5)
+        plan.lookup({**SETTINGS, "factor": "factor_other"}, 0.5)

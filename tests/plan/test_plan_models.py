@@ -44,7 +44,7 @@ def test_another_structure_is_named(change: dict[str, Any], said: str) -> None:
 
 
 def test_other_layers_are_named() -> None:
-    with pytest.raises(PlanError, match=r"0–1 \(2\) in the plan, 0–2 \(3\) in the model.*ace tables"):
+    with pytest.raises(PlanError, match=r"0–1 \(2\) in the plan, 0–2 \(3\) in the model.*ace plan"):
         plan_of().check_model(plan_of(layers=3).fingerprint, allow_other_weights=True)
 
 
@@ -120,7 +120,7 @@ def test_other_experts_are_said_in_words(rms: tuple[float, ...], said: str) -> N
     """Never a refusal: a copy in another format has other experts too."""
     plan = plan_of()
     plan = replace(plan, fingerprint=with_experts(plan.fingerprint, 0.02, 0.02))
-    with pytest.warns(UserWarning, match=rf"in 1 of 2 layers a sample differs; .*{said}.*a few per cent.*ace tables"):
+    with pytest.warns(UserWarning, match=rf"in 1 of 2 layers a sample differs; .*{said}.*a few per cent.*ace plan"):
         assert plan.check_model(with_experts(plan.fingerprint, *rms, sample="t")) is plan
 
 

@@ -1,4 +1,4 @@
-"""What schema 2 adds: layer factors, guarded layers, tables of other shapes, recommendations, and what is not ours to read."""
+"""What schemas 2 and 3 have beside schema 1: layer factors, guarded layers, tables of other shapes, recommendations."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ace_moe.errors import PlanError
 from ace_moe.plan import Plan
+from ace_moe.policies import policy_for
 
 E, D, LEVELS = 8, 16, 7  # of `plan_of`: two layers of 8 experts and 4 slots, width 16
 
@@ -60,55 +61,57 @@ def test_declared_shapes(dims: list[str], shape: tuple[int, ...], tmp_path: Path
     assert Plan.load(path).tables["0"]["mean_output"].shape == shape
 
 
-def test_what_a_later_release_adds_is_kept(tmp_path: Path) -> None:
-    """Keys this release does not know are written back as they were."""
-
-    def later(meta: dict[str, Any]) -> None:
-        meta["colour"] = {"red": [0.5]}
-        meta["fingerprint"]["tokenizer"] = "sha"
-
-    plan = Plan.load(edited(plan_of(), tmp_path / "p.safetensors", later))
-    assert set(plan.unread) == {"colour"}
-    again = Plan.load(plan.save(tmp_path / "again.safetensors"))
-    assert again == plan
-    assert again.unread["colour"] == {"red": [0.5]}
-    assert again.fingerprint.unread == {"tokenizer": "sha"}
+def test_a_plan_with_settings_that_no_policy_has_still_loads(tmp_path: Path) -> None:
+    """Older plans have repairs of skipped sums: their tables and thresholds stay, and asking for them says what to do."""
+    repaired = {**SETTINGS, "params": {**SETTINGS["params"], "compensate": "aligned"}}
+    plan = plan_of(entry(0.5, 0.1), entry(0.5, 0.2, of=repaired)).with_tables(
+        {str(n): {"aligned_shift_0": torch.randn(D)} for n in range(2)}, shapes={"aligned_shift_0": ["hidden"]}
+    )
+    plan = replace(plan, recommendation={"settings": repaired})
+    loaded = Plan.load(plan.save(tmp_path / "p.safetensors"))
+    assert loaded == plan and len(loaded.thresholds) == 2
+    assert loaded.lookup(policy_for(loaded, "ace").settings, 0.5).threshold == pytest.approx(0.1)
+    with pytest.raises(PlanError, match=r"has no setting compensate.*Name the policy you want"):
+        policy_for(loaded)
+    told = replace(loaded, recommendation={"settings": repaired, "served": SETTINGS})
+    assert policy_for(told).settings == SETTINGS
 
 
 # ---- what is refused --------------------------------------------------------------------------------------------
 
 ENTRY = ("thresholds", 0)
 BAD_METADATA = {
-    "phase": (put(*ENTRY, "phase", value="warmup"), "phase 'warmup' is none of both, prefill, decode, verify"),
-    "gain no text": (put(*ENTRY, "gain", value=2), "thresholds: gain is 2"),
-    "gain empty": (put(*ENTRY, "gain", value=""), "no name of a gain"),
-    "gain long": (put(*ENTRY, "gain", value="x" * 41), "no name of a gain"),
-    "min_active": (put(*ENTRY, "min_active", value=-1), "min_active is -1"),
-    "params": (put(*ENTRY, "params", value="max"), "params is 'max'"),
-    "factor no text": (put(*ENTRY, "factor", value=1), "factor is 1"),
+    "phase": (put(*ENTRY, "phase", value="warmup"), "phase is 'warmup', not one of both, prefill, decode, verify"),
+    "gain no text": (put(*ENTRY, "gain", value=2), "gain is 2, not a text"),
+    "min_active": (put(*ENTRY, "min_active", value=-1), "min_active is -1, not a whole number from 0 on"),
+    "params": (put(*ENTRY, "params", value="max"), "params is 'max', not an object"),
+    "factor no text": (put(*ENTRY, "factor", value=1), "factor is 1, not a text"),
     "factor of no table": (put(*ENTRY, "factor", value="factor_x"), "a threshold names the factor table 'factor_x'"),
     "factor of another table": (put(*ENTRY, "factor", value="gsp"), "names the factor table 'gsp'.*it has none"),
-    "unknown setting": (put(*ENTRY, "temperature", value=1), "temperature"),
+    "unknown setting": (put(*ENTRY, "temperature", value=1), "has 'temperature'"),
+    "unknown key": (put("colour", value="red"), "metadata has 'colour', which is none of"),
+    "unknown fact of a layer": (put("fingerprint", "structure", "0", "colour", value=1), "has 'colour'"),
+    "unknown fact of the model": (put("fingerprint", "tokenizer", value="x"), "fingerprint has 'tokenizer'"),
     "guarded of no table": (put("guarded", value={"factor_x": ["0"]}), "`guarded` names the factor table 'factor_x'"),
     "guarded layer": (put("guarded", value={"factor_x": ["7"]}), "names layer '7', which the model does not have"),
-    "guarded no list": (put("guarded", value={"factor_x": "01"}), "guarded: factor_x"),
-    "guarded no text": (put("guarded", value={"factor_x": [0]}), "guarded: factor_x is 0"),
-    "guarded no object": (put("guarded", value=["0"]), "guarded is"),
-    "shapes no object": (put("shapes", value=["experts"]), "shapes is"),
-    "shapes of unknown size": (put("shapes", value={"mean": ["experts", "vocabulary"]}), "shapes: mean is"),
-    "shapes of no size": (put("shapes", value={"mean": []}), "shapes: mean is"),
-    "shapes of many sizes": (put("shapes", value={"mean": ["one"] * 4}), "shapes: mean is"),
+    "guarded no list": (put("guarded", value={"factor_x": "01"}), "factor_x' is '01', not a list"),
+    "guarded no text": (put("guarded", value={"factor_x": [0]}), "is 0, not a text"),
+    "guarded no object": (put("guarded", value=["0"]), "guarded is .*not an object"),
+    "shapes no object": (put("shapes", value=["experts"]), "shapes is .*not an object"),
+    "shapes of unknown size": (put("shapes", value={"mean": ["experts", "vocabulary"]}), "shapes: 'mean'"),
+    "shapes of no size": (put("shapes", value={"mean": []}), "shapes: 'mean'"),
+    "shapes of many sizes": (put("shapes", value={"mean": ["one"] * 4}), "shapes: 'mean'"),
     "shapes of a core table": (put("shapes", value={"gsp": ["hidden"]}), "gsp has a shape of its own"),
     "shapes of a factor": (put("shapes", value={"factor_x": ["experts"]}), "factor_x has a shape of its own"),
-    "recommendation text": (put("recommendation", value="share"), "recommendation is 'share'"),
-    "recommendation without settings": (put("recommendation", value={"budgets": []}), "recommendation: settings is None"),
-    "other_weights": (put("other_weights", value=[5]), "other_weights is 5"),
+    "recommendation text": (put("recommendation", value="share"), "recommendation is 'share', not an object"),
+    "recommendation without settings": (put("recommendation", value={"budgets": []}), "recommendation has no settings"),
+    "other_weights": (put("other_weights", value=[5]), "other_weights.0. is 5, not a text"),
     "no exact": (put("fingerprint", "routers", value={"coarse": None}), "exact"),
-    "coarse no text": (put("fingerprint", "routers", "coarse", value=5), "routers: coarse is 5"),
+    "coarse no text": (put("fingerprint", "routers", "coarse", value=5), "coarse is 5, not a text"),
     "experts of another layer": (put("fingerprint", "experts", value={"9": {"rms": [1], "sample": ""}}), "of layer 9"),
-    "rms NaN": (put("fingerprint", "experts", value={"0": {"rms": [float("nan")], "sample": ""}}), "rms of layer 0"),
-    "rms negative": (put("fingerprint", "experts", value={"0": {"rms": [-1], "sample": ""}}), "rms of layer 0 is -1"),
-    "rms text": (put("fingerprint", "experts", value={"0": {"rms": ["1"], "sample": ""}}), "rms of layer 0 is '1'"),
+    "rms NaN": (put("fingerprint", "experts", value={"0": {"rms": [float("nan")], "sample": ""}}), "rms.0. is nan, not a number"),
+    "rms negative": (put("fingerprint", "experts", value={"0": {"rms": [-1], "sample": ""}}), "rms.0. is -1, not a number"),
+    "rms text": (put("fingerprint", "experts", value={"0": {"rms": ["1"], "sample": ""}}), "rms.0. is '1', not a number"),
     "no sample": (put("fingerprint", "experts", value={"0": {"rms": [1]}}), "sample"),
     "content of schema 1": (put("fingerprint", value={"structure": {"0": {}}, "content": "c"}), "routers"),
 }  # fmt: skip
@@ -117,7 +120,7 @@ BAD_METADATA = {
 @pytest.mark.parametrize(("change", "said"), BAD_METADATA.values(), ids=BAD_METADATA)
 def test_bad_metadata(change: Callable[[Any], None], said: str, tmp_path: Path) -> None:
     path = edited(plan_of(entry(0.5, 0.2)), tmp_path / "p.safetensors", change)
-    with pytest.raises(PlanError, match=rf"p\.safetensors: .*{said}.*Build it again with `ace tables`\.$"):
+    with pytest.raises(PlanError, match=rf"p\.safetensors: .*{said}.*Build it again with `ace plan MODEL -o FILE`\.$"):
         Plan.load(path)
 
 

@@ -122,7 +122,7 @@ def chosen(module: Any, **settings: Any) -> tuple[Any, Tensor, Tensor]:
     run, (x, gates, ids) = Seen(), skipped(8)
     own = executor.Experts(runner(module), layer(), Settings(kernels=False, **settings))
     own(run, x, gates, ids)
-    return own.layer.chosen, ids, run.ids
+    return own.decider.chosen, ids, run.ids
 
 
 @pytest.mark.parametrize(("kernel", "more", "mark"), MODES)
@@ -220,7 +220,7 @@ def test_on_a_cpu_kept_slots_run_alone_where_ranks_do_not_exchange_them(prepare:
 def test_reasons_are_said_in_words() -> None:
     own = executor.Experts(runner(experts("SomethingNew")), layer(), Settings(kernels="auto"))
     own.choose()
-    refused = own.layer.chosen.refused  # type: ignore[union-attr]
+    refused = own.decider.chosen.refused  # type: ignore[union-attr]
     assert refused["native"] == "what SomethingNew does with a slot that has no expert is not known"
     assert refused["compact"] == "it needs a value on the host" and "SomethingNew" in refused["kernels"]
 
@@ -228,7 +228,7 @@ def test_reasons_are_said_in_words() -> None:
 def test_redirect_may_be_asked_for() -> None:
     own = executor.Experts(runner(experts("TritonExperts")), layer(), Settings(executor="redirect"))
     own.choose()  # our kernels would be taken first, were the choice left to us
-    assert str(own.layer.chosen) == "redirect" and own.layer.chosen.refused["native"] == "redirect was asked for"  # type: ignore[union-attr]
+    assert str(own.decider.chosen) == "redirect" and own.decider.chosen.refused["native"] == "redirect was asked for"  # type: ignore[union-attr]
 
 
 def test_a_kernel_that_was_built_again_is_chosen_for_again() -> None:
@@ -236,16 +236,16 @@ def test_a_kernel_that_was_built_again_is_chosen_for_again() -> None:
     module, (x, gates, ids) = experts("TritonExperts"), skipped(3)
     own = executor.Experts(runner(module), layer(), Settings(kernels=False))
     own(Seen(), x, gates, ids)
-    first = own.layer.chosen
+    first = own.decider.chosen
     own(Seen(), x, gates, ids)
-    assert own.layer.chosen is first
+    assert own.decider.chosen is first
     built = experts("TritonExperts").quant_method.moe_kernel
     module.quant_method.moe_kernel = built
     own(Seen(), x, gates, ids)
-    assert built.fused_experts.moe_sum is executor.aware_sum and str(own.layer.chosen) == "native"
+    assert built.fused_experts.moe_sum is executor.aware_sum and str(own.decider.chosen) == "native"
     module.quant_method.moe_kernel = experts("SomethingNew").quant_method.moe_kernel
     own(run := Seen(), x, gates, ids)
-    assert str(own.layer.chosen) == "redirect" and (run.ids >= 0).all()
+    assert str(own.decider.chosen) == "redirect" and (run.ids >= 0).all()
 
 
 def test_our_kernels_up_to_a_number_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,7 +261,7 @@ def test_our_kernels_up_to_a_number_of_tokens(monkeypatch: pytest.MonkeyPatch) -
         x, gates, ids = skipped(tokens)
         out = own(lambda x, **more: torch.zeros_like(x), x, gates, ids)
         assert (out == expected).all()
-    assert str(own.layer.chosen) == "native, kernels to 4 tokens"
+    assert str(own.decider.chosen) == "native, kernels to 4 tokens"
 
 
 def test_padding_is_no_slot_for_any_way() -> None:

@@ -11,7 +11,7 @@ import torch
 from serving_parts import EXPERTS, TOP_K, layer, routing, step
 from torch import Tensor
 
-from ace_moe.decider import Layer
+from ace_moe.decider import Decider
 from ace_moe.engines.vllm.skipping import SKIPPED
 from ace_moe.engines.vllm.steps import Step, TokenClasses
 
@@ -38,7 +38,7 @@ def captured(run: Callable[[], tuple[Tensor, Tensor]]) -> tuple[torch.cuda.CUDAG
     return graph, out, made
 
 
-def check(own: Layer, graph: torch.cuda.CUDAGraph, out: tuple[Tensor, Tensor], given: tuple[Tensor, Tensor]) -> None:
+def check(own: Decider, graph: torch.cuda.CUDAGraph, out: tuple[Tensor, Tensor], given: tuple[Tensor, Tensor]) -> None:
     """Every step by replay, against the rule in torch on the host."""
     theirs: Any = layer()
     own.counts.zero_()

@@ -139,7 +139,7 @@ def test_requests_with_budgets_of_their_own(own: Any) -> None:
     runner._prepare_inputs(scheduled([request("a", {"prefill": 0, "decode": 0.5})]), np.array([1, 1]))
     assert at(own, 2) == [row_of("decode", 2), row_of("prefill", 1)]
     assert skips.part().budgets == ["0.20", "0.00/0.50"]
-    by_budget = {t.budget: t.threshold for t in skips.runtime.plan.thresholds}
+    by_budget = {t.budget: t.threshold for t in skips.deciders.plan.thresholds}
     classes = [D, row_of("prefill", 1), row_of("decode", 1), row_of("prefill", 2), row_of("decode", 2)]
     wanted = [0.1, by_budget[0.2], by_budget[0.2], 0, by_budget[0.5]]
     assert [skips.part().tau[c] for c in classes] == pytest.approx(wanted)
@@ -211,7 +211,7 @@ def test_passes_without_requests(own: Any) -> None:
 
 
 def test_a_measuring_pass_leaves_counters_at_zero(own: Any) -> None:
-    made, given = own.skipping.runtime.layers["0"], (torch.arange(8).repeat(4, 1).int(), torch.full((4, 8), 0.125))
+    made, given = own.skipping.deciders["0"], (torch.arange(8).repeat(4, 1).int(), torch.full((4, 8), 0.125))
     own.skipping.change(threshold=0.5)
     with own.skipping.dummy(profile=True):
         ids, _ = made.decide(*given)
@@ -224,9 +224,9 @@ def test_a_measuring_pass_leaves_counters_at_zero(own: Any) -> None:
 def test_what_a_warm_up_ran_is_forgotten(own: Any) -> None:
     """The second generation warms up with requests of its own making, through the same door as real ones."""
     own.classes.mark(hooks.Step(np.array([3]), np.array([0]), np.array([3])))
-    own.skipping.runtime.layers["0"].counts.fill_(7)
+    own.skipping.deciders["0"].counts.fill_(7)
     assert Worker(own.config).compile_or_warm_up_model() == "times"
-    assert at(own, 4) == [PADDING] * 4 and own.skipping.runtime.layers["0"].counts.sum() == 0
+    assert at(own, 4) == [PADDING] * 4 and own.skipping.deciders["0"].counts.sum() == 0
 
 
 def test_an_engine_without_skipping_passes_through(own: Any) -> None:
@@ -270,9 +270,7 @@ def test_vllm_has_what_is_hooked() -> None:
         wanted = ["self", "scheduler_output"] + (["num_scheduled_tokens"] if prepare.startswith("_") else [])
         assert [a.arg for a in methods[prepare].args][: len(wanted)] == wanted
     worker = methods_of(root / "gpu_worker.py", "Worker")
-    assert {"compile_or_warm_up_model", "sleep", "wake_up"} <= set(worker)
-    assert [a.arg for a in worker["wake_up"].args] == ["self", "tags"]
-    assert 'SLEEP_TAGS = frozenset(("weights", "kv_cache"))' in (root.parent / "executor/abstract.py").read_text()
+    assert "compile_or_warm_up_model" in worker
 
 
 @pytest.mark.vllm

@@ -14,8 +14,8 @@ from ace_moe.engines.vllm import engine_args
 from ace_moe.engines.vllm.settings import EVERY, Settings, check_policy
 from ace_moe.errors import OptionError, PlanError, PolicyError
 from ace_moe.plan import Plan, Routers, Threshold, Workload
+from ace_moe.plan.hub import FILE
 from ace_moe.policies import make
-from ace_moe.sharing.hub import FILE
 
 
 def test_engine_args() -> None:
@@ -28,7 +28,7 @@ def test_engine_args() -> None:
 
 
 def test_a_plan_of_the_hub_is_fetched_before_workers_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ace_moe.sharing.hub.fetch", lambda name, revision: Path("/kept", name, FILE))
+    monkeypatch.setattr("ace_moe.plan.hub.download", lambda name, revision: Path("/kept", name, FILE))
     assert engine_args("owner/name")["additional_config"]["ace"]["plan"] == f"/kept/owner/name/{FILE}"
 
 
@@ -54,12 +54,12 @@ def test_policies_that_decide_by_the_batch_are_refused() -> None:
 
 
 def test_the_newest_thresholds_that_can_be_served(demo_plan: Plan) -> None:
-    """What was mapped for transformers alone does not keep a server from starting."""
+    """What was mapped for a comparison does not keep a server from starting."""
     rest = {"budget": 0.3, "threshold": 0.1, "realised": 0.3, "corrected": True, "passes": 1}
-    text, names = Workload("a.txt", "0" * 64, 64), ("gsp", "share:compensate=mean", "pesf")
+    text, names = Workload("a.txt", "0" * 64, 64), ("gsp", "pesf")
     entries = [Threshold(**make(name).settings, **rest, workload=text) for name in names]  # type: ignore[arg-type]
     plan = demo_plan.with_thresholds(entries)
-    assert Settings().chosen(plan).key == "gsp" and Settings().chosen(plan, served=False).key == "pesf"
+    assert Settings().chosen(plan).key == "gsp"
     assert Settings().chosen(demo_plan.with_thresholds(entries[1:])) == make("share")
 
 
@@ -81,5 +81,5 @@ def test_tables_that_come_from_weights_are_added(demo_plan: Plan, tmp_path: Path
 
 def test_a_denominator_needs_scores_that_a_server_does_not_hand_over() -> None:
     check_policy(make("share"))
-    with pytest.raises(PolicyError, match="needs router logits"):
-        check_policy(make("share", denominator=16))
+    with pytest.raises(PolicyError, match="router logits"):
+        check_policy(make("halving", denominator=16))

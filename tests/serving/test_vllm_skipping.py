@@ -111,6 +111,7 @@ def test_a_step_goes_on_whatever_a_request_asks(
         ("vllm_config", "speculative_config", SimpleNamespace(enable_adaptive_verification=True), "adaptive"),
         ("parallel_config", "enable_dbo", True, "--enable-dbo"),
         ("parallel_config", "ubatch_size", 2, "--ubatch-size"),
+        ("model_config", "enable_sleep_mode", True, "--enable-sleep-mode"),
         ("vllm_config", "cache_config", SimpleNamespace(kv_sharing_fast_prefill=True), "--kv-sharing-fast-prefill"),
         ("parallel_config", "prefill_context_parallel_size", 2, "--prefill-context-parallel-size"),
         ("model_config", "enable_return_routed_experts", True, "--enable-return-routed-experts"),
@@ -125,7 +126,7 @@ def test_what_would_be_wrong_or_silent_is_refused(part: str, name: str, value: A
 
 def test_layers_are_checked_as_they_come(configured: Callable[..., Any]) -> None:
     own = skipping.find(configured())
-    assert own.add(0, "model.layers.0.mlp.experts", FOUND) is own.runtime.layers["0"]
+    assert own.add(0, "model.layers.0.mlp.experts", FOUND) is own.deciders["0"]
     assert own.add(0, "draft_model.model.layers.0.mlp.experts", FOUND) is None
     assert own.add(6, "model.layers.6.mlp.experts", FOUND) is None  # an MTP head
     with pytest.raises(PlanError, match="layer 1 has experts 32 in the plan, 64 in the model"):

@@ -39,7 +39,7 @@ def routed(tokens: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def run(own: Any, tokens: int, seed: int) -> None:
-    for n, layer in enumerate(own.runtime.layers.values()):
+    for n, layer in enumerate(own.deciders.values()):
         layer.decide(*routed(tokens, seed + n))
 
 
@@ -91,9 +91,9 @@ def test_without_it_nothing_is_there(configured: Callable[..., Any], tmp_path: P
 
 
 def test_what_cannot_be_traced_is_refused(configured: Callable[..., Any], tmp_path: Path) -> None:
-    _, own = engine(configured, tmp_path / "a.trace")
+    own = skipping.find(configured(trace=str(tmp_path / "a.trace")))
     with pytest.raises(IntegrationError, match="sequence parallel"):
-        own.divide(own.runtime.layers["0"], 0)
+        own.add(0, "model.layers.0", FOUND, rank=0)
     for wrong in ({"trace": 3}, {"trace": "a", "trace_tokens": 0}, {"trace": "a", "trace_tokens": True}):
         with pytest.raises(OptionError, match="trace"):
             Settings.from_dict(wrong)
@@ -111,7 +111,7 @@ def test_an_engine_traces_what_transformers_sees(case_of: Callable[[str], Case],
     for start, made in zip(prompts(), ours["steps"][0]["tokens"], strict=True):
         whole = torch.tensor([[*start, *made[:-1]]])
         with ACE(plan, 0.0)(model) as ace:
-            expected = read(model, ace.runtime, windows_of(whole, "own"))
+            expected = read(model, ace.deciders, windows_of(whole, "own"))
         at = (trace.requests == lengths[len(start)]).nonzero().flatten()
         assert trace.phases[at].tolist() == [0] * len(start) + [1] * (len(made) - 1)
         for key, (ids, gates) in expected.layers.items():

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from ace_moe import Plan
+from ace_moe import Plan, build_plan
 from ace_moe.demo import MODEL
+from ace_moe.plan import update
 from ace_moe.tables import build
 
 
@@ -19,7 +21,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def made(said: list[str]) -> Plan:
-    return build.automatic_plan(MODEL, said.append)
+    return build.automatic_plan(MODEL, say=said.append)
 
 
 def plans(cache: Path) -> list[Path]:
@@ -29,7 +31,25 @@ def plans(cache: Path) -> list[Path]:
 def test_kept_and_found_again(cache: Path) -> None:
     said: list[str] = []
     assert made(said) == made(said) == Plan.load(plans(cache)[0])
-    assert ["computing" in said[0], "made earlier" in said[1], len(said)] == [True, True, 2]
+    assert ["keeping one" in said[0], "made earlier" in said[1], len(said)] == [True, True, 2]
+
+
+def test_tables_come_when_a_policy_needs_them(cache: Path) -> None:
+    """Into the plan that is kept, once, beside what others wrote into it."""
+    said: list[str] = []
+    bare = made(said)
+    assert bare.lacks(["gsp", "rcr"]) == ["gsp", "rcr"]
+    (path,) = plans(cache)
+    update(path, bare, replace(bare, other_weights=("a" * 64,)))
+    full = build.automatic_plan(MODEL, ("gsp", "rcr"), said.append)
+    assert not full.lacks(["gsp", "rcr"]) and full.other_weights == ("a" * 64,)
+    assert full == Plan.load(path) == build.automatic_plan(MODEL, ("rcr",), said.append) == made(said)
+    assert sum("computing" in line for line in said) == 1
+    assert replace(full, other_weights=()) == build_plan(MODEL, ("gsp", "rcr"))
+
+
+def test_one_that_starts_with_tables(cache: Path) -> None:
+    assert build.automatic_plan(MODEL, ("gsp",), [].append) == build_plan(MODEL, ("gsp",)) == made([])
 
 
 @pytest.mark.parametrize("damage", [b"", b"junk", None], ids=["empty", "junk", "cut"])

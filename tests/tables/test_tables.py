@@ -8,7 +8,7 @@ import zoo
 from ace_moe import build_plan
 from ace_moe.checkpoint import MoELayer, MoEModel, records
 from ace_moe.errors import StructureError
-from ace_moe.tables import TABLES, gsp, rcr, tables
+from ace_moe.tables import PAPER, TABLES, gsp, rcr, tables_of
 
 TOLERANCE = 1e-4  # relative, the bar of this project
 EPS = 1e-8
@@ -54,7 +54,7 @@ def paper_rcr(rows, respond):
 
 
 def table(name, layer):
-    return tables(layer, [name])[0][name]
+    return tables_of(layer, [name])[0][name]
 
 
 def assert_close(found, expected):
@@ -118,7 +118,7 @@ EFFECTIVE_SCALE = {"qwen3_5_moe": 1.0, "qwen3_next": 1.0}  # zero-centred norms:
 def test_real_families(name):
     """Fused, transposed and interleaved with biases and clamps, zero-centred, gelu: equations in float64."""
     model = zoo.build(name)
-    plan = build_plan(model)
+    plan = build_plan(model, PAPER)
     assert not plan.undefined
     site = MoEModel.of(model).sites[-1]
     layer_module = model.model.layers[int(site.key)].double()
@@ -146,7 +146,7 @@ def native_projections(name, experts):
 
 def test_squared_relu_without_a_gate_uses_up_twice():
     model = zoo.build("nemotron_h")
-    plan = build_plan(model)
+    plan = build_plan(model, PAPER)
     site = MoEModel.of(model).sites[0]
     experts = model.get_submodule(site.path).double()
     up, down = experts.up_proj.detach().mT, experts.down_proj.detach().mT
@@ -155,9 +155,9 @@ def test_squared_relu_without_a_gate_uses_up_twice():
 
 
 def test_what_has_no_meaning_is_said_by_name():
-    plan = build_plan(zoo.build("zaya"))
+    plan = build_plan(zoo.build("zaya"), PAPER)
     assert "ZayaRouter" in plan.undefined["rcr"] and set(plan.tables["0"]) == {"gsp"}
-    plan = build_plan(zoo.build("axk2"))
+    plan = build_plan(zoo.build("axk2"), PAPER)
     assert "AXK2GatedRMSNorm" in plan.undefined["gsp"] and set(plan.tables["1"]) == {"rcr"}
     layer, *_ = random_layer(2, 8, 4)
     ungated = MoELayer(**{**vars(layer), "gated": False, "activate": torch.tanh})
@@ -182,7 +182,9 @@ def test_experts_are_read_once_for_all_tables(monkeypatch):
     def stack(matrices):
         return records.Stack(lambda e, device: reads.append(e) or matrices[e], matrices.shape)
 
-    found, _ = tables(MoELayer(**{**vars(layer), "w_in": stack(layer.w_in), "w_out": stack(layer.w_out)}), list(TABLES))
+    found, _ = tables_of(
+        MoELayer(**{**vars(layer), "w_in": stack(layer.w_in), "w_out": stack(layer.w_out)}), list(TABLES)
+    )
     assert sorted(reads) == sorted([*range(5)] * 2)
     for name, values in found.items():
         torch.testing.assert_close(values, table(name, layer), rtol=1e-6, atol=0)

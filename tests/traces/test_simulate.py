@@ -90,7 +90,7 @@ def test_the_same_batches_executed(
     with ACE(demo_plan, 0.0, policy=policy, reads=True, restore=True)(demo_model) as ace:
         ace.set_restore(False)
         ace.set_threshold(tau)
-        trace = read(demo_model, ace.runtime, windows, 0.5)
+        trace = read(demo_model, ace.deciders, windows, 0.5)
         ace.reset()
         decode(demo_model, windows.ids, prompt)
         report = ace.report()
@@ -106,7 +106,7 @@ def test_the_same_batches_executed(
 # ---- what cannot be simulated -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("policy", ["score", "pesf", "xshare", "oea", "oracle", "fixed:denominator=16", "gsp"])
+@pytest.mark.parametrize("policy", ["score", "pesf", "xshare", "oea", "oracle", "halving:denominator=16", "gsp"])
 def test_policies_that_need_more_than_gates_are_refused(policy: str) -> None:
     from ace_moe.policies import make as made_policy
 

@@ -6,6 +6,7 @@ for layer in model.layers():                    # dequantised, about one layer i
 """
 
 from .model import MoEModel, resolve
-from .records import MoELayer, Projections, Site
+from .records import MoELayer, Projections
+from .structure import Site
 
 __all__ = ["MoELayer", "MoEModel", "Projections", "Site", "resolve"]

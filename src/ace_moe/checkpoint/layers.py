@@ -10,8 +10,8 @@ from torch.func import functional_call
 
 from ..errors import StructureError
 from . import measure
-from .records import MoELayer, Site, Stack
-from .structure import is_registered
+from .records import MoELayer, Stack
+from .structure import Site, is_registered
 
 NEGLIGIBLE = 1e-6  # a norm component this small against the largest carries no routing direction
 
@@ -22,16 +22,21 @@ def assemble(site: Site, given: Mapping[str, Tensor | Stack]) -> MoELayer:
     if not is_registered(module):
         raise StructureError(
             f"{site.path} ({type(module).__name__}) is not served by transformers' experts registry, so its layout is "
-            "unknown and no table can be computed. Skipping by gates alone (policy 'share') may still work."
+            "unknown and no table can be computed."
         )
-    tensors = {name: t for name, t in given.items() if isinstance(t, Tensor)}
-    experts = _part(tensors, "experts")
+    experts, norm, router = dict[str, Tensor](), dict[str, Tensor](), dict[str, Tensor]()
+    for name, tensor in given.items():
+        role, _, short = name.partition(".")
+        if role == "experts" and isinstance(tensor, Tensor):
+            experts[short] = tensor
+        elif isinstance(tensor, Tensor):  # what is measured is small: fp32 on the CPU
+            {"norm": norm, "router": router}[role][short] = tensor.float().cpu()
     gated, transposed = bool(module.has_gate), bool(module.is_transposed)
     w_in = given["experts.gate_up_proj" if gated else "experts.up_proj"]
     d = w_in.shape[1 if transposed else 2]
     undefined: dict[str, str] = {}
-    scale = _scale(site, tensors, d, undefined)
-    rows = _rows(site, tensors, d, scale, undefined)
+    scale = _scale(site, norm, d, undefined)
+    rows = _rows(site, router, d, scale, undefined)
     return MoELayer(
         key=site.key,
         path=site.path,
@@ -51,29 +56,21 @@ def assemble(site: Site, given: Mapping[str, Tensor | Stack]) -> MoELayer:
     )
 
 
-def _part(tensors: dict[str, Tensor], role: str) -> dict[str, Tensor]:
-    return {name.partition(".")[2]: t for name, t in tensors.items() if name.startswith(role + ".")}
-
-
-def _measured(tensors: dict[str, Tensor], role: str) -> dict[str, Tensor]:
-    """A small module's weights where measuring happens: fp32 on the CPU."""
-    return {name: t.float().cpu() for name, t in _part(tensors, role).items()}
-
-
 def _finish(module: nn.Module, experts: dict[str, Tensor]) -> Callable[[Tensor], Tensor]:
     """What the model does to each expert's output before weighing it: nothing, or its own norm."""
     if not getattr(module, "has_post_expert_norm", False):
         return lambda y: y
     norm: nn.Module = module.post_expert_norm  # type: ignore[assignment]
-    weights = {k: v.float() for k, v in _part(experts, "post_expert_norm").items()}
+    name = "post_expert_norm."
+    weights = {k.removeprefix(name): v.float() for k, v in experts.items() if k.startswith(name)}
     return lambda y: functional_call(norm, weights, (y,))
 
 
-def _scale(site: Site, tensors: dict[str, Tensor], d: int, undefined: dict[str, str]) -> Tensor | None:
+def _scale(site: Site, weights: dict[str, Tensor], d: int, undefined: dict[str, str]) -> Tensor | None:
     """Γ; ones where the raw residual feeds the experts (post-norm models)."""
     if site.norm is None:
         return torch.ones(d, dtype=torch.float32)
-    scale = measure.norm_scale(site.norm, _measured(tensors, "norm"), d)
+    scale = measure.norm_scale(site.norm, weights, d)
     if scale is None:
         undefined["gsp"] = (
             f"layer {site.key}: the experts' input comes from {site.norm_path} ({type(site.norm).__name__}), "
@@ -83,10 +80,10 @@ def _scale(site: Site, tensors: dict[str, Tensor], d: int, undefined: dict[str, 
 
 
 def _rows(
-    site: Site, tensors: dict[str, Tensor], d: int, scale: Tensor | None, undefined: dict[str, str]
+    site: Site, weights: dict[str, Tensor], d: int, scale: Tensor | None, undefined: dict[str, str]
 ) -> Tensor | None:
     """Router rows [E, d] in the experts' input space."""
-    rows, reason = _own_rows(site, tensors, d)
+    rows, reason = _own_rows(site, weights, d)
     if rows is not None and site.router_input == "residual":
         rows, reason = _through_norm(rows, scale)
     elif rows is not None and site.router_input == "other":
@@ -97,9 +94,8 @@ def _rows(
     return rows
 
 
-def _own_rows(site: Site, tensors: dict[str, Tensor], d: int) -> tuple[Tensor | None, str]:
+def _own_rows(site: Site, weights: dict[str, Tensor], d: int) -> tuple[Tensor | None, str]:
     """Rows in the router's input space. Rows past the experts belong to sinks and are left out."""
-    weights = _measured(tensors, "router")
     matrices = [name for name, t in weights.items() if t.dim() == 2 and min(t.shape) > 1]
     if site.router is None or len(matrices) != 1:
         return None, f"is not one linear map ({len(matrices)} matrices)"

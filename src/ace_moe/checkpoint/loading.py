@@ -16,7 +16,7 @@ from ..errors import AceError, CheckpointError, DeviceError, OptionError, TextEr
 from ..text import Text, Windows, cut
 from . import resolve
 from .expansion import check_loaded, expand_model, is_packed
-from .model import located
+from .model import load_config
 from .structure import model_class
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -38,17 +38,17 @@ def load_model(
     check_device(device)
     if torch.device(device).type == "cpu":
         share_cores()
-    folder, gguf, config = located(model)
-    packed = gguf is None and is_packed(folder)  # a missing shard is reported before gigabytes are read
+    folder = resolve(model)
+    config, packed = load_config(folder), is_packed(folder)  # a missing shard is reported before gigabytes are read
     hint = " Or decode it with --expand (expand=True), which needs no other library." if packed and not expand else ""
     causal = type(config) in AutoModelForCausalLM._model_mapping
     cls = AutoModelForCausalLM if causal else model_class(config)
-    how: dict[str, Any] = {"use_safetensors": True} if gguf is None else {"gguf_file": gguf.name}
     try:
-        if expand and gguf is None:
+        if expand:
             loaded, report = expand_model(folder, config, dtype)
         else:
-            how |= {"trust_remote_code": False} | ({"device_map": device_map} if device_map else {})
+            how: dict[str, Any] = {"trust_remote_code": False, "use_safetensors": True}
+            how |= {"device_map": device_map} if device_map else {}
             loaded, report = cls.from_pretrained(folder, dtype=dtype, output_loading_info=True, **how)
         loaded = (loaded if device_map else loaded.to(device)).eval()
     except AceError:

@@ -9,21 +9,18 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import constants, snapshot_download
-from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
-from ..errors import AceError, CheckpointError, brief
+from ..errors import CheckpointError, brief
 from ..files import expand, irregular
-from ..plan import Fingerprint, Routers
+from ..plan import Fingerprint
 from . import identity
-from .gguf import GgufSource, gguf_of
-from .hub import Repository, StreamedSource
 from .identity import Source
 from .layers import assemble
 from .memory import ModelSource
-from .records import MoELayer, Site
+from .records import MoELayer
 from .source import CheckpointSource
-from .structure import find_sites, hollow_twin, is_registered
+from .structure import Site, find_sites, hollow_twin
 
 NO_WEIGHTS = 2.0  # codes of four bits have an rms of about 3, of eight bits 30 and more; trained experts 0.01 to 0.5
 LOADED = {  # what transformers makes right numbers of, by quant_method
@@ -42,8 +39,6 @@ def resolve(model: str | Path) -> Path:
             f"A model is a folder with config.json, owner/name or a loaded transformers model, not {type(model).__name__}."
         )
     path = expand(model)
-    if os.path.isfile(path) and path.suffix == ".gguf":
-        return path
     if os.path.isdir(path):  # unlike Path's, these take a name the file system refuses for one that is not there
         if found := irregular(path):  # safetensors would wait on a pipe for ever, deaf to Ctrl-C
             raise CheckpointError(
@@ -66,36 +61,14 @@ def resolve(model: str | Path) -> Path:
         ) from error
 
 
-def load_config(folder: Path, gguf: Path | None = None) -> PretrainedConfig:
-    """Of the folder's config.json; a GGUF file without one beside it may be of a kind that transformers rebuilds one for."""
-    own = gguf is not None and not (folder / "config.json").is_file()
-    given = {"gguf_file": gguf.name} if own and gguf else {}
+def load_config(folder: Path) -> PretrainedConfig:
+    """The configuration of a checkpoint folder."""
     try:
-        return AutoConfig.from_pretrained(folder, trust_remote_code=False, **given)
+        return AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # a damaged configuration raises whatever its class raises
         raise CheckpointError(
             f"{folder} has no usable config.json ({brief(error)}). The folder must be a transformers "
             "checkpoint of an architecture this release knows; code from the checkpoint is not run."
-        ) from error
-
-
-def located(model: str | Path) -> tuple[Path, Path | None, PretrainedConfig]:
-    """A checkpoint's folder, the GGUF file in it if it is one, and its configuration."""
-    path = resolve(model)
-    gguf = gguf_of(path)
-    folder = path if gguf is None else gguf.parent
-    return folder, gguf, load_config(folder, gguf)
-
-
-def _twin(folder: Path, config: PretrainedConfig) -> PreTrainedModel:
-    try:
-        return hollow_twin(config)
-    except AceError:
-        raise
-    except Exception as error:  # any modelling code may run here
-        raise CheckpointError(
-            f"{folder}/config.json describes a model that cannot be built ({type(error).__name__}: {brief(error)}). "
-            "It was edited or is damaged; download it again."
         ) from error
 
 
@@ -113,18 +86,15 @@ class MoEModel:
         source.check(self.sites)
 
     @classmethod
-    def open(cls, model: str | Path, repository: Repository | None = None) -> MoEModel:
-        """A checkpoint: nothing but its configuration and its file headers is read yet. Of a `repository` of the hub no more
-        is fetched than a layer's shards, when the layer is read."""
-        if repository is not None:
-            twin = _twin(repository.folder, load_config(repository.folder))
-            return cls(repository.name.rpartition("/")[2], twin, StreamedSource(repository, twin))
-        folder, gguf, config = located(model)
-        twin = _twin(folder, config)
-        if gguf is None:
-            return cls(called(folder), twin, CheckpointSource(folder, twin))
-        shapes = {name: tensor.shape for name, tensor in twin.state_dict().items()}
-        return cls(gguf.resolve().stem, twin, GgufSource(gguf, shapes))
+    def open(cls, model: str | Path | PreTrainedModel | MoEModel) -> MoEModel:
+        """A checkpoint, of which nothing but its configuration and its file headers is read yet; or a model in memory."""
+        if isinstance(model, MoEModel):
+            return model
+        if isinstance(model, PreTrainedModel):
+            return cls.of(model)
+        folder = resolve(model)
+        twin = hollow_twin(load_config(folder))
+        return cls(called(folder), twin, CheckpointSource(folder, twin))
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> MoEModel:
@@ -144,9 +114,6 @@ class MoEModel:
         found = getattr(self.source, "recipes", None)
         return None if found is None or f"{names[0]}.weight" in found else f"{names[0]}.weight"
 
-    def __len__(self) -> int:
-        return len(self.sites)
-
     def layers(self) -> Iterator[MoELayer]:
         """Each MoE layer in turn. The caller drops a layer before it takes the next."""
         for site in self.sites:
@@ -155,8 +122,6 @@ class MoEModel:
     def layer(self, site: Site) -> MoELayer:
         """Norm and router are read; experts are read when they are asked for, a few at a time."""
         names, stacks = site.parameter_names(), site.stacks()
-        if isinstance(self.source, StreamedSource):
-            self.source.prepare(site)
         read = self.source.read([name for name in names if name not in stacks])
         for name, tensor in read.items():  # the tables notice bad experts; a bad norm would look like no norm
             if not names[name].startswith("experts.") and not tensor.float().isfinite().all():
@@ -169,18 +134,16 @@ class MoEModel:
 
     def structure(self) -> dict[str, Any]:
         """What a plan must agree with: layers, experts, k, d, m, router kind."""
-        return {site.key: describe(site) for site in self.sites}
+        return {site.key: site.describe() for site in self.sites}
 
     def content(self) -> str:
         """sha256 over all router rows as bf16: the short name of these weights."""
-        return self._routers().exact
+        return identity.routers(self.sites, self.source).exact
 
     def fingerprint(self) -> Fingerprint:
         """Reads router rows and a few rows of the experts, nothing else."""
-        return Fingerprint(self.structure(), self._routers(), identity.experts(self.sites, self.source))
-
-    def _routers(self) -> Routers:
-        return identity.routers((site.key, identity.router_of(site, self.source)) for site in self.sites)
+        routers = identity.routers(self.sites, self.source)
+        return Fingerprint(self.structure(), routers, identity.experts(self.sites, self.source))
 
     def formats(self) -> dict[str, list[str]]:
         """What the experts of each layer are stored in."""
@@ -192,8 +155,6 @@ def how_it_runs(moe: MoEModel) -> str:
     found = {name for names in moe.formats().values() for name in names}
     if found == {"plain"}:
         return "as it is"
-    if all(name.startswith("gguf") for name in found):
-        return "transformers decodes GGUF of the architectures it knows; others from their original"
     method = moe.source.facts.method if isinstance(moe.source, CheckpointSource) else ""
     if found <= LOADED.get(method, set()) | {"plain"}:
         return (
@@ -237,21 +198,3 @@ def _as_it_is(site: Site, model: PreTrainedModel) -> Site:
     slots = [here[n] for n, v in built.items() if type(v) is int and v == site.top_k and type(here.get(n)) is int]
     changed = [value for value in slots if value != site.top_k]
     return replace(site, top_k=changed[0]) if changed else site
-
-
-def describe(site: Site) -> dict[str, Any]:
-    """One layer's part of the fingerprint."""
-    experts = site.experts
-    w_out = getattr(experts, "down_proj", None)
-    shape = tuple(w_out.shape) if isinstance(w_out, Tensor) and is_registered(experts) else ()
-    hidden, middle = shape[1:] if len(shape) == 3 else (0, 0)
-    if shape and experts.is_transposed:
-        hidden, middle = middle, hidden
-    shapes = [] if site.router is None else [tuple(p.shape) for _, p in sorted(site.router.named_parameters())]
-    return {
-        "experts": site.num_experts,
-        "top_k": site.top_k,
-        "hidden": hidden,
-        "intermediate": middle,
-        "router": f"{site.router_input}:" + ",".join("x".join(map(str, s)) for s in shapes),
-    }

@@ -1,57 +1,25 @@
-"""What the offline side knows of a MoE layer: where it sits (`Site`) and what it weighs (`MoELayer`)."""
+"""What the offline side knows of a MoE layer's weights, in whatever layout its model has them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 CHUNK_BYTES = 96 << 20  # fp32 working set of one chunk of experts; bounds memory for any model
 
 
-@dataclass(frozen=True)
-class Site:
-    """One MoE layer as a text pass found it. Modules hold no weights: they are read for their code alone.
-
-    `router_input` tells how the router's input relates to the experts' input: "same" tensor, the "residual" in
-    front of the norm that feeds the experts, or "other".
-    """
-
-    key: str
-    path: str
-    experts: nn.Module
-    num_experts: int
-    top_k: int
-    norm_path: str | None
-    norm: nn.Module | None
-    router_path: str | None
-    router: nn.Module | None
-    router_input: str
-
-    def parameter_names(self) -> dict[str, str]:
-        """Full parameter name → role-prefixed short name, for everything the tables read."""
-        names = {f"{self.path}.{n}": f"experts.{n}" for n, _ in self.experts.named_parameters()}
-        for path, module, role in ((self.norm_path, self.norm, "norm"), (self.router_path, self.router, "router")):
-            if module is not None:
-                names |= {f"{path}.{n}": f"{role}.{n}" for n, _ in module.named_parameters()}
-        return names
-
-    def stacks(self) -> list[str]:
-        """Full names of the experts' matrices [E, a, b]."""
-        return [f"{self.path}.{n}" for n, p in self.experts.named_parameters() if p.dim() == 3]
-
-
+@dataclass(eq=False)
 class Stack:
     """Experts' matrices [E, a, b] that are read, and decoded in fp32 where they are packed, when they are asked for."""
 
-    def __init__(
-        self, read: Callable[[int, torch.device], Tensor], shape: torch.Size, device: str | torch.device = "cpu"
-    ):
-        self.read, self.shape, self.device = read, shape, torch.device(device)
-        self._last: tuple[slice, Tensor] | None = None  # several tables ask for the same experts one after another
+    read: Callable[[int, torch.device], Tensor]
+    shape: torch.Size
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    _last: tuple[slice, Tensor] | None = field(default=None, init=False)  # tables ask one after another
 
     def __getitem__(self, chunk: slice) -> Tensor:
         if self._last is None or self._last[0] != chunk:
@@ -60,7 +28,7 @@ class Stack:
         return self._last[1]
 
     def to(self, device: str | torch.device) -> Stack:
-        return Stack(self.read, self.shape, device)
+        return Stack(self.read, self.shape, torch.device(device))
 
 
 @dataclass(frozen=True)
@@ -114,10 +82,10 @@ class MoELayer:
 
     def chunks(self) -> Iterator[slice]:
         """Slices of experts whose fp32 copies fit the working set."""
-        per_expert = 4 * (self.w_in.shape[1:].numel() + self.w_out.shape[1:].numel())
+        experts, per_expert = self.w_in.shape[0], 4 * (self.w_in.shape[1:].numel() + self.w_out.shape[1:].numel())
         step = 1 << (max(1, CHUNK_BYTES // per_expert).bit_length() - 1)  # a power of two shares out evenly over cores
-        for start in range(0, self.num_experts, step):
-            yield slice(start, min(start + step, self.num_experts))
+        for start in range(0, experts, step):
+            yield slice(start, min(start + step, experts))
 
     def _oriented(self, chunk: slice) -> tuple[Tensor, Tensor]:
         """(w_in [C, 2m or m, d], w_out [C, d, m]) in fp32."""

@@ -49,15 +49,13 @@ def stacked_rows(parts: Sequence[Part], shape: tuple[int, ...], wanted: range) -
     sizes = [size[len(index) :] for _, size, index in parts]
     if any(len(size) != 2 or size[1] != shape[1] for size in sizes) or sum(a for a, *_ in sizes) != shape[0]:
         return None
-    starts = list(accumulate((a for a, _ in sizes), initial=0))
-
-    def row(number: int) -> Tensor:
+    starts, rows = list(accumulate((a for a, _ in sizes), initial=0)), []
+    for number in wanted:
         place = bisect_right(starts, number) - 1
         part, _, index = parts[place]
         where = (*index, number - starts[place])
-        return part[where]
-
-    return torch.stack([row(number) for number in wanted])
+        rows.append(part[where])
+    return torch.stack(rows)
 
 
 def read_headers(files: Mapping[str, Path]) -> tuple[dict[str, Header], dict[str, str]]:

@@ -19,12 +19,13 @@ from transformers import core_model_loading as core
 from transformers.conversion_mapping import get_model_conversion_mapping
 
 from ..errors import CheckpointError, brief
-from .formats import Get, Header, facts_of, strays, understand
-from .records import Site, Stack
+from .formats import facts_of, strays, understand
+from .records import Stack
 from .shards import Rows, Shards, open_shard, read_headers, stacked_rows
+from .structure import Site
 
 Recipe = list[tuple[str, str | None]]  # (name on disk, converter pattern or None) that make one parameter
-Parts = Callable[[int], list[str]]  # expert → names on disk of the matrices that lie above each other in its matrix
+Keys = Callable[[int], list[str]]  # expert → names on disk of the matrices that lie above each other in its matrix
 STACKING = (
     [(core.MergeModulelist, 0)],
     [(core.MergeModulelist, 0), (core.Concatenate, 1)],
@@ -41,20 +42,14 @@ class CheckpointSource:
 
     def __init__(self, folder: Path, twin: PreTrainedModel):
         self.folder, self.twin = folder, twin
-        headers, metadata = self._headers()
-        self.headers, self.facts = headers, facts_of(folder, twin.config, metadata)
-        self.stored = understand(headers, self.facts)
+        self.files = locate(folder)
+        self.headers, metadata = read_headers(self.files)
+        self.facts = facts_of(folder, twin.config, metadata)
+        self.stored = understand(self.headers, self.facts)
         self.shapes = {name: tensor.shape for name, tensor in twin.state_dict().items()}
         mapping = get_model_conversion_mapping(twin)
         self.converters = {p: c for c in mapping if isinstance(c, core.WeightConverter) for p in c.source_patterns}
         self.recipes = self._match([m for m in mapping if isinstance(m, core.WeightRenaming)])
-
-    def _headers(self) -> tuple[dict[str, Header], dict[str, str]]:
-        self.files = locate(self.folder)
-        return read_headers(self.files)
-
-    def _open(self) -> Shards:
-        return Shards(self.files)
 
     def _match(self, renamings: list[core.WeightRenaming]) -> dict[str, Recipe]:
         model, wanted = self.twin, self.twin.state_dict()
@@ -82,9 +77,15 @@ class CheckpointSource:
     def _check_names(self, names: Iterable[str]) -> None:
         used = {key for recipe in self.recipes.values() for key, _ in recipe}
         loose = {path: [n for n in found if n not in used] for path, found in strays(self.stored).items()}
-        for name in names:
-            for key, _ in self.recipes.get(name, ()):
-                self._check(key, loose)
+        for key in (key for name in names for key, _ in self.recipes.get(name, ())):
+            problem, beside = self.stored[key].problem, loose.get(key, []) + loose.get(key.rpartition(".")[0], [])
+            if beside and not problem:
+                problem = f"{beside[0]} {self.headers[beside[0]]} lies beside {key} and belongs to no known format"
+            if problem:
+                raise CheckpointError(
+                    f"{self.folder}: {problem}. A plan of it would be silently wrong. Check that the download is complete; if "
+                    "it is, build the plan from the unquantised checkpoint: with the same routers it serves this one too."
+                )
 
     def _check_config(self, sites: Sequence[Site]) -> None:
         """Numbers are read as they are stored, whatever config.json says; where it says otherwise, so do we."""
@@ -101,18 +102,6 @@ class CheckpointSource:
             )
         warnings.warn(f"{said}; its experts are not, and are read as they are.", stacklevel=2)
 
-    def _check(self, key: str, loose: dict[str, list[str]]) -> None:
-        beside = loose.get(key, []) + loose.get(key.rpartition(".")[0], [])
-        problem = self.stored[key].problem
-        if not problem and not beside:
-            return
-        if not problem:
-            problem = f"{beside[0]} {self.headers[beside[0]]} lies beside {key} and belongs to no known format"
-        raise CheckpointError(
-            f"{self.folder}: {problem}. A plan of it would be silently wrong. Check that the download is complete; if it is, "
-            "build the plan from the unquantised checkpoint: with the same routers it serves this one too."
-        )
-
     def formats(self, names: Iterable[str]) -> set[str]:
         """What the named parameters are stored in."""
         return {self.stored[key].format for name in names for key, _ in self.recipes.get(name, ())}
@@ -122,7 +111,7 @@ class CheckpointSource:
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
         """The named parameters; a name that the checkpoint lacks is an error."""
         out: dict[str, Tensor] = {}
-        with self._open() as shards:
+        with Shards(self.files) as shards:
             for name in names:
                 if name not in out:
                     out |= self._build(name, lambda key: self.stored[key].read(shards.slice))
@@ -177,59 +166,62 @@ class CheckpointSource:
 
     def stack(self, name: str) -> Tensor | Stack:
         """Experts' matrices [E, a, b], read when they are asked for; at once where transformers mixes experts."""
-        parts = self._parts(name)
-        if parts is None:
+        places = self._places(name)
+        if places is None:
             return self.read([name])[name]
-        shards = self._open()  # open for as long as the stack is kept
-        return Stack(partial(self._expert, shards.slice, name, parts), self.shapes[name])
+        shards = Shards(self.files)  # open for as long as the stack is kept
+        return Stack(partial(self._expert, shards, name, *places), self.shapes[name])
 
-    def _expert(self, get: Get, name: str, parts: Parts, expert: int, device: torch.device | None = None) -> Tensor:
+    def _expert(
+        self,
+        shards: Shards,
+        name: str,
+        keys_of: Keys,
+        turned: bool,
+        expert: int,
+        device: torch.device | None = None,
+    ) -> Tensor:
         """[a, b] in the model's layout; a fused matrix may lie turned on disk."""
-        stored = [self.stored[key] for key in parts(expert)]
-        made = [s.read(get, device) if s.experts is None else s.expert(get, expert, device) for s in stored]
-        matrix, wanted = torch.cat(made) if len(made) > 1 else made[0], self.shapes[name][1:]
-        if matrix.shape != wanted and self._turns(name):
+        get, stored = shards.slice, [self.stored[key] for key in keys_of(expert)]
+        parts = [s.read(get, device) if s.experts is None else s.expert(get, expert, device) for s in stored]
+        matrix = torch.cat(parts) if len(parts) > 1 else parts[0]
+        if matrix.shape != self.shapes[name][1:] and turned:
             matrix = matrix.mT
         self._check_shape(name, torch.Size((self.shapes[name][0], *matrix.shape)))
         return matrix
 
-    def _parts(self, name: str) -> Parts | None:
-        """Where the matrices of an expert are; None where transformers does more than laying them over each other."""
+    def _places(self, name: str) -> tuple[Keys, bool] | None:
+        """Where the matrices of each expert are, and whether they lie turned; None where transformers does more than
+        laying them over each other."""
         recipe = self.recipes.get(name) or self._sibling(name)
         key, pattern = recipe[0]
-        if pattern is None or self._turns(name):
-            self._check_count(name, self.stored[key].experts)
-            return lambda expert: [key]
-        if self._operations(pattern) not in STACKING:
+        converter = None if pattern is None else self.converters[pattern]
+        operations = [] if converter is None else [(type(o), getattr(o, "dim", None)) for o in converter.operations]
+        turned = operations == [(core.Transpose, None)]
+        if converter is None or turned:
+            keys = [[key] * (self.stored[key].experts or 0)]
+        elif operations in STACKING:
+            keys = [[k for k, p in recipe if p == source] for source in converter.source_patterns]
+        else:
             return None
-        sources = [[k for k, p in recipe if p == source] for source in self.converters[pattern].source_patterns]
-        for keys in sources:
-            self._check_count(name, len(keys))
-        return lambda expert: [keys[expert] for keys in sources]
-
-    def _check_count(self, name: str, experts: int | None) -> None:
-        self._check_shape(name, torch.Size((experts or 0, *self.shapes[name][1:])))
-
-    def _operations(self, pattern: str) -> list[tuple[type, int | None]]:
-        return [(type(o), getattr(o, "dim", None)) for o in self.converters[pattern].operations]
-
-    def _turns(self, name: str) -> bool:
-        pattern = self.recipes[name][0][1] if self.recipes.get(name) else None
-        return pattern is not None and self._operations(pattern) == [(core.Transpose, None)]
+        for part in keys:
+            self._check_shape(name, torch.Size((len(part), *self.shapes[name][1:])))
+        return (lambda expert: [part[expert] for part in keys]), turned
 
     @contextmanager
     def rows(self) -> Iterator[Rows]:
         """A reader of single rows of stacked experts in the model's layout; None where the files do not have them so."""
-        with self._open() as shards:
-            yield lambda name, expert, wanted: self._rows(shards, name, expert, wanted)
+        with Shards(self.files) as shards:
+            yield partial(self._rows, shards)
 
     def _rows(self, shards: Shards, name: str, expert: int, wanted: range) -> Tensor | None:
-        parts = self._parts(name) if self.recipes.get(name) else None
-        if parts is None:
+        places = self._places(name) if self.recipes.get(name) else None
+        if places is None:
             return None
-        stored = [self.stored[key] for key in parts(expert)]
-        if self._turns(name) or any(s.format != "plain" for s in stored):
-            return self._expert(shards.slice, name, parts, expert)[list(wanted)]
+        keys_of, turned = places
+        stored = [self.stored[key] for key in keys_of(expert)]
+        if turned or any(s.format != "plain" for s in stored):
+            return self._expert(shards, name, keys_of, turned, expert)[list(wanted)]
         keys = [(s.keys[0], () if s.experts is None else (expert,)) for s in stored]
         pieces = [(shards.slice(key), self.headers[key].shape, index) for key, index in keys]
         return stacked_rows(pieces, tuple(self.shapes[name][1:]), wanted)

@@ -11,7 +11,7 @@ import inspect
 import re
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -21,8 +21,53 @@ import transformers
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from ..errors import StructureError, brief
-from .records import Site
+from ..errors import AceError, CheckpointError, StructureError, brief
+
+
+@dataclass(frozen=True)
+class Site:
+    """One MoE layer as a text pass found it. Modules hold no weights: they are read for their code alone.
+
+    `router_input` tells how the router's input relates to the experts' input: "same" tensor, the "residual" in
+    front of the norm that feeds the experts, or "other".
+    """
+
+    key: str
+    path: str
+    experts: nn.Module
+    num_experts: int
+    top_k: int
+    norm_path: str | None
+    norm: nn.Module | None
+    router_path: str | None
+    router: nn.Module | None
+    router_input: str
+
+    def parameter_names(self) -> dict[str, str]:
+        """Full parameter name → role-prefixed short name, for everything the tables read."""
+        names = {f"{self.path}.{n}": f"experts.{n}" for n, _ in self.experts.named_parameters()}
+        for path, module, role in ((self.norm_path, self.norm, "norm"), (self.router_path, self.router, "router")):
+            if module is not None:
+                names |= {f"{path}.{n}": f"{role}.{n}" for n, _ in module.named_parameters()}
+        return names
+
+    def stacks(self) -> list[str]:
+        """Full names of the experts' matrices [E, a, b]."""
+        return [f"{self.path}.{n}" for n, p in self.experts.named_parameters() if p.dim() == 3]
+
+    def describe(self) -> dict[str, Any]:
+        """This layer's part of a fingerprint: experts, k, d, m, router kind."""
+        w_out = getattr(self.experts, "down_proj", None)
+        shape = tuple(w_out.shape) if isinstance(w_out, Tensor) and is_registered(self.experts) else ()
+        hidden, middle = shape[1:] if len(shape) == 3 else (0, 0)
+        if shape and self.experts.is_transposed:
+            hidden, middle = middle, hidden
+        shapes = [] if self.router is None else [tuple(p.shape) for _, p in sorted(self.router.named_parameters())]
+        kind = f"{self.router_input}:" + ",".join("x".join(map(str, s)) for s in shapes)
+        return {
+            **{"experts": self.num_experts, "top_k": self.top_k, "hidden": hidden, "intermediate": middle},
+            "router": kind,
+        }
 
 
 def is_registered(module: nn.Module) -> bool:
@@ -73,8 +118,16 @@ def hollow_twin(config: PretrainedConfig, cls: type[PreTrainedModel] | None = No
 
     Real zeros of stride 0, not meta tensors: some attention code branches on values, which meta tensors refuse.
     """
-    with torch.device("meta"):
-        model = (cls or model_class(config))(config).eval()
+    try:
+        with torch.device("meta"):
+            model = (cls or model_class(config))(config).eval()
+    except AceError:
+        raise
+    except Exception as error:  # any modelling code may run here
+        raise CheckpointError(
+            f"{config._name_or_path}/config.json describes a model that cannot be built ({type(error).__name__}: "
+            f"{brief(error)}). It was edited or is damaged; download it again."
+        ) from error
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:
@@ -120,7 +173,10 @@ class _Trace:
 
 
 def find_sites(twin: PreTrainedModel) -> tuple[list[Site], list[str]]:
-    """All MoE layers a text pass reaches, in order, and the paths of experts it never reaches."""
+    """All MoE layers a text pass reaches, in order, and the paths of experts it never reaches.
+
+    A layer goes by its decoder layer's number, or by its whole path where two experts modules would share a number.
+    """
     trace, experts = _Trace(), dict(experts_modules(twin))
     if not experts:
         raise StructureError(
@@ -135,8 +191,13 @@ def find_sites(twin: PreTrainedModel) -> tuple[list[Site], list[str]]:
             module.forward = partial(trace.record, path)
             stack.callback(delattr, module, "forward")
         _text_pass(twin)
-    sites = [_site(twin, path, experts[path], trace) for path in trace.calls]
-    return _with_keys(sites), [path for path in experts if path not in trace.calls]
+    numbers = [re.search(r"(?:^|\.)(\d+)\.", path) for path in trace.calls]
+    keys = [str(int(n.group(1))) if n else path for n, path in zip(numbers, trace.calls, strict=True)]
+    sites = [
+        _site(twin, key if keys.count(key) == 1 else path, path, experts[path], trace)
+        for key, path in zip(keys, trace.calls, strict=True)
+    ]
+    return sites, [path for path in experts if path not in trace.calls]
 
 
 def _text_pass(twin: PreTrainedModel) -> None:
@@ -154,7 +215,7 @@ def _text_pass(twin: PreTrainedModel) -> None:
             ) from error
 
 
-def _site(model: nn.Module, path: str, experts: nn.Module, trace: _Trace) -> Site:
+def _site(model: nn.Module, key: str, path: str, experts: nn.Module, trace: _Trace) -> Site:
     hidden, ids = trace.calls[path]
     source = trace.storage(hidden)
     norm_path = next(iter(trace.produced.get(source, ())), None)
@@ -162,7 +223,7 @@ def _site(model: nn.Module, path: str, experts: nn.Module, trace: _Trace) -> Sit
     router_source = None if router_path is None else trace.entered.get(router_path)
     in_front = norm_path is not None and router_source == trace.entered.get(norm_path)
     return Site(
-        key="",
+        key=key,
         path=path,
         experts=experts,
         num_experts=int(experts.num_experts),  # type: ignore[arg-type]
@@ -191,10 +252,3 @@ def _router_path(model: nn.Module, path: str, experts: nn.Module, trace: _Trace)
         and trace.entered.get(name) == source
     ]
     return linear[0] if len(linear) == 1 else None
-
-
-def _with_keys(sites: list[Site]) -> list[Site]:
-    """`<n>`, the decoder layer's number; the whole path where two experts modules would share a number."""
-    numbers = [re.search(r"(?:^|\.)(\d+)\.", site.path) for site in sites]
-    keys = [str(int(n.group(1))) if n else site.path for n, site in zip(numbers, sites, strict=True)]
-    return [replace(s, key=k if keys.count(k) == 1 else s.path) for k, s in zip(keys, sites, strict=True)]

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 PANELS = {
     "See it": ("demo", "run", "chat"),
     "Use it": ("plan", "tune", "serve", "inspect", "policies", "plans"),
-    "Step by step": ("tables", "budget"),
     "Measure": ("compare", "report", "perplexity", "eval", "lm-eval", "bench"),
     "Study": ("study", "trace", "simulate", "reproduce"),
 }
@@ -211,7 +210,7 @@ def check_texts(texts: Iterable[Path], window: int, tokens: int | None, batch: i
 def check_plan(plan: Path | None, skip: float) -> None:
     """Without a plan nothing can be skipped."""
     if skip and plan is None:
-        raise OptionError(f"Skipping {skip:.0%} needs a plan: give one with --plan, made by `ace tables`.")
+        raise OptionError(f"Skipping {skip:.0%} needs a plan: give one with --plan, made by `ace plan`.")
 
 
 def made_of(*files: Path | None) -> dict[str, str]:

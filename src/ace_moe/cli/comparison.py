@@ -41,7 +41,7 @@ def compare(
     loading: Loading,
     methods: Annotated[str | None, option(METHODS)] = None,
     budgets: Annotated[str | None, option(BUDGETS)] = None,
-    gains: Annotated[str, option("kept, power, none, aligned, or cited: each method's own.")] = "kept,power,none",
+    gains: Annotated[str, option("kept, power, none, or cited: each method's own.")] = "kept,power,none",
     output: opt.Results = Path("results.json"),
     plan: opt.Tables = None,
     calibration: Annotated[Path | None, option(CALIBRATION)] = None,

@@ -16,23 +16,15 @@ if TYPE_CHECKING:
     from ..plan import Plan
 
 
-@app.command(epilog="Examples: ace inspect Qwen/Qwen3-30B-A3B, ace inspect plan.safetensors, ace inspect COPY ORIGINAL")
+@app.command(epilog="Examples: ace inspect Qwen/Qwen3-30B-A3B, ace inspect plan.safetensors")
 def inspect(
     target: Annotated[str, typer.Argument(help="A model or a plan file.", metavar="MODEL|PLAN", callback=opt.embedded)],
-    other: Annotated[
-        str | None, typer.Argument(help="Another, such as its original.", metavar="OTHER", callback=opt.embedded)
-    ] = None,
     as_json: opt.AsJson = False,
 ) -> None:
-    """What is in this model or this plan, what ACE can do with it, and how far it is from another."""
+    """What is in this model or this plan, and what ACE can do with it."""
     from ..checkpoint import MoEModel
     from ..plan import Plan
 
-    if other is not None:
-        from ..tables.copies import compared, plan_of
-
-        pair = compared(plan_of(target), plan_of(other))
-        return print_json(pair) if as_json else show.print_pair(out, pair)
     if Path(target).is_file() or target.endswith(".safetensors"):
         return show_plan(Plan.load(target), as_json)
     moe = MoEModel.open(target)
@@ -48,12 +40,20 @@ def show_plan(plan: Plan, as_json: bool) -> None:
     return out.print(show_texts.texts_table(texts)) if texts else None
 
 
-@app.command(epilog="Example: ace policies")
-def policies(as_json: opt.AsJson = False) -> None:
+MAIN = ("share", "ace", "gsp", "rcr", "top_p", "relative", "fixed")  # what needs no text; `ace tune` chooses among them
+
+
+@app.command(epilog="Example: ace policies --all")
+def policies(
+    everything: Annotated[bool, option("Also those to compare with, and those that need a text.", "--all")] = False,
+    as_json: opt.AsJson = False,
+) -> None:
     """The methods that decide slots, for --policy and --methods, with what each needs."""
+    from ..lab.policies import LAB_POLICIES
     from ..policies import POLICIES
 
-    found = {name: ((cls.__doc__ or "").strip().splitlines()[0], list(cls().tables)) for name, cls in POLICIES.items()}
+    shown = {**POLICIES, **LAB_POLICIES} if everything else {name: POLICIES[name] for name in MAIN}
+    found = {name: ((cls.__doc__ or "").strip().splitlines()[0], list(cls().tables)) for name, cls in shown.items()}
     if as_json:
         return print_json({name: {"about": about, "needs": needs} for name, (about, needs) in found.items()})
     rows = [[name, about, ", ".join(needs) or "–"] for name, (about, needs) in found.items()]

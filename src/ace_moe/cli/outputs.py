@@ -23,7 +23,7 @@ def check_output(path: Path | None, kind: str, *inputs: Path | None) -> None:
     for made_from in inputs:
         if made_from is not None and real.exists() and expand(made_from).exists() and real.samefile(expand(made_from)):
             raise OutputError(f"{path} is what the {kind} is made from, which would be lost. {ELSEWHERE}")
-    if is_checkpoint(real.parent):
+    if (real.parent / "config.json").is_file() and any(real.parent.glob("*.safetensors*")):
         raise OutputError(
             f"{path} is inside the checkpoint {real.parent}, which must stay as it is: readers take a further .safetensors "
             f"file there for a shard. {ELSEWHERE}"
@@ -31,10 +31,6 @@ def check_output(path: Path | None, kind: str, *inputs: Path | None) -> None:
     if real.is_file() and real.stat().st_size and not OWN[kind](real):
         called = "page of ours" if kind == "page" else kind
         raise OutputError(f"{path} is there already and is no {called}; it would be lost. {ELSEWHERE}")
-
-
-def is_checkpoint(folder: Path) -> bool:
-    return (folder / "config.json").is_file() and any(folder.glob("*.safetensors*"))
 
 
 def _plan(path: Path) -> bool:

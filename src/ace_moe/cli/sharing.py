@@ -1,4 +1,4 @@
-"""Plans shared and kept: `ace plans` lists the cache; get, push, inspect and clear work on one plan."""
+"""Plans shared and kept: `ace plans` lists the cache; get, push and clear work on one plan."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import typer
 from . import options as opt
 from . import show
 from .common import app, out, print_json, say
-from .looking import show_plan
 from .options import option
 from .outputs import check_output
 
@@ -29,29 +28,21 @@ BaseModel = Annotated[str | None, option("The model's own repository, for the ca
 @plans.callback()
 def kept(context: typer.Context, as_json: opt.AsJson = False) -> None:
     """List the plans that are kept: fetched from the hub, or made for models that were given none."""
-    from ..sharing.kept import Kept, kept
+    from ..plan.cache import Kept, kept
 
     if context.invoked_subcommand is not None:
         return
-    found = kept()
+    plans = kept()
     if as_json:
-        return print_json([{"name": k.label, "path": str(k.path), "bytes": k.size} for k in found])
-    if not found:
+        return print_json([{"name": k.label, "path": str(k.path), "bytes": k.size} for k in plans])
+    if not plans:
         return say("No plan is kept. `ace plans get OWNER/NAME` fetches one.")
 
     def row(plan: Kept) -> list[str]:
         changed = datetime.datetime.fromtimestamp(plan.changed).date().isoformat()
         return [plan.label, "the hub" if plan.commit else "made here", f"{plan.size / 1e6:.1f}", changed]
 
-    out.print(show.table("plans kept", ["plan", "from", "MB", "date"], map(row, found)))
-
-
-@plans.command(epilog="Example: ace plans inspect owner/name")
-def inspect(plan: PlanFile, as_json: opt.AsJson = False) -> None:
-    """What is in a plan; a repository's is fetched and kept."""
-    from ..plan import Plan
-
-    show_plan(Plan.load(plan), as_json)
+    out.print(show.table("plans kept", ["plan", "from", "MB", "date"], map(row, plans)))
 
 
 @plans.command(epilog="Example: ace plans get owner/name -o plan.safetensors")
@@ -76,7 +67,7 @@ def push(
 ) -> None:
     """Publish a plan on the hub, with a card that says what it is."""
     from ..plan import Plan
-    from ..sharing import push
+    from ..plan.hub import push
 
     say(f"pushed: {push(Plan.load(plan), name, base_model, private)}")
 
@@ -87,9 +78,9 @@ def clear(
     as_json: opt.AsJson = False,
 ) -> None:
     """Forget plans that are kept; files elsewhere stay."""
-    from ..sharing.kept import clear
+    from ..plan.cache import clear
 
-    gone = clear(name)
+    cleared = clear(name)
     if as_json:
-        return print_json([k.label for k in gone])
-    say(f"forgotten: {', '.join(k.label for k in gone) or 'none was kept'}")
+        return print_json([k.label for k in cleared])
+    say(f"forgotten: {', '.join(k.label for k in cleared) or 'none was kept'}")

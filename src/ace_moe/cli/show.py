@@ -42,7 +42,7 @@ def print_line(console: Console, line: str) -> None:
 
 def check_writable(path: Path) -> None:
     """Fail before the long work starts."""
-    from ..sharing.kept import check_own
+    from ..plan.cache import check_own
 
     path = expand(path)
     check_own(path)
@@ -72,7 +72,8 @@ def plan_table(plan: Plan) -> Table:
         experts = plan.fingerprint.structure[key]["experts"]
         spread = [f"{layer[n].min():.2f} – {layer[n].max():.2f}" for n in names]
         rows.append([key, str(experts), *spread])
-    return table(f"tables of {plan.model} (layer mean 1)", ["layer", "experts", *names], rows)
+    title = f"tables of {plan.model} (layer mean 1)" if names else f"layers of {plan.model}"
+    return table(title, ["layer", "experts", *names], rows)
 
 
 def entries_table(entries: Sequence[Threshold]) -> Table:
@@ -128,7 +129,7 @@ def print_plan(console: Console, plan: Plan) -> None:
     for name, reason in plan.undefined.items():
         print_line(console, f"no table {name}: {reason}")
     if not plan.thresholds:
-        console.print("no thresholds yet: map them with `ace budget`")
+        print_line(console, "no thresholds yet: map them with `ace plan MODEL --plan PLAN --text FILE`")
         return
     rows = []
     for t in plan.thresholds:
@@ -206,7 +207,7 @@ def print_model(console: Console, moe: MoEModel) -> None:
     names = ("experts", "top_k", "hidden", "intermediate")
     sizes = {key: tuple(str(facts[name]) for name in names) for key, facts in moe.structure().items()}
     rows = [[said(keys), *numbers] for numbers, keys in folded(sizes)]
-    title = f"{len(moe)} MoE layers of {moe.name} ({moe.architecture})"
+    title = f"{len(moe.sites)} MoE layers of {moe.name} ({moe.architecture})"
     console.print(table(title, ["layers", "experts", "top k", "d", "m"], rows))
     _print_folded(console, "built of", {site.key: _parts(site) for site in moe.sites})
     _print_folded(console, "on a GPU", {site.key: on_gpu(site.experts) for site in moe.sites})
@@ -217,17 +218,3 @@ def print_model(console: Console, moe: MoEModel) -> None:
         print_line(console, f"layer {key}: {wrong}")
     for path in moe.not_covered:
         print_line(console, f"not covered: {path} (a text pass never reaches it)")
-
-
-def print_pair(console: Console, pair: dict[str, Any]) -> None:
-    rows = [
-        [key, name, *(f"{100 * found[n]:.3g} %" for n in ("mean", "worst")), f"{found['order']:.4f}"]
-        for key, layer in pair["layers"].items()
-        for name, found in layer.items()
-    ]
-    columns = ["layer", "table", "mean change", "largest change", "rank correlation"]
-    console.print(table(f"tables of {pair['model']} against those of {pair['other']}", columns, rows))
-    routers = "the same, so one plan serves both" if pair["same_routers"] else pair["difference"]
-    print_line(console, f"routers: {routers}")
-    if pair["experts"]:
-        print_line(console, pair["experts"])

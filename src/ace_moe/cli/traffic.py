@@ -21,7 +21,7 @@ from .outputs import check_output
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from ..decider import Runtime
+    from ..decider import Deciders
     from ..engines.traces import Trace
     from ..lab.traffic.simulate import Simulation
     from ..lab.traffic.timing import Cost
@@ -63,8 +63,8 @@ def trace(
     options = {"workload": workload, "allow_other_weights": allow_other_weights, **deciding.given}
     tokenizer, loaded = loading.load_both(model)
     windows = load_windows(loaded, tokenizer, text, window, tokens)
-    with _under(loaded, plan, skip, options) as runtime:
-        found = read(loaded, runtime, windows, skip, batch)
+    with _under(loaded, plan, skip, options) as deciders:
+        found = read(loaded, deciders, windows, skip, batch)
     size = save_trace(found, output).stat().st_size
     slots = sum(layer.ids.numel() for layer in found.layers.values())
     if as_json:
@@ -74,7 +74,7 @@ def trace(
 
 
 @contextmanager
-def _under(model: PreTrainedModel, plan: Path | None, skip: float, options: dict[str, Any]) -> Iterator[Runtime]:
+def _under(model: PreTrainedModel, plan: Path | None, skip: float, options: dict[str, Any]) -> Iterator[Deciders]:
     """The model under a budget, or as it is: then no tables are needed."""
     from ..ace import ACE
     from ..checkpoint import MoEModel
@@ -82,12 +82,12 @@ def _under(model: PreTrainedModel, plan: Path | None, skip: float, options: dict
     from ..plan import Plan
 
     if plan is None:
-        with attached(model, Plan({}, MoEModel.of(model).fingerprint()), Everything()) as runtime:
-            yield runtime
+        with attached(model, Plan({}, MoEModel.of(model).fingerprint()), Everything()) as deciders:
+            yield deciders
         return
     ace = ACE.load(plan, skip, **options)
     with ace(model):
-        yield ace.runtime
+        yield ace.deciders
 
 
 @command(epilog="Example: ace simulate sample.trace --policy share --skip 0.2,0.4 --batch 1,8,32 --bench latency.json")
@@ -107,12 +107,11 @@ def simulate(
 
     Thresholds are quantiles of the trace. Steps are drawn from different requests.
     """
-    from ..decider.settings import policy_for
     from ..lab.compare.store import SCHEMA, write_json
     from ..lab.traffic.simulate import Simulation
     from ..lab.traffic.timing import cost_of
     from ..plan import Plan
-    from ..policies import choose
+    from ..policies import choose, policy_for
     from ..provenance import provenance
 
     check_output(output, "results", trace, plan, bench)

@@ -19,6 +19,7 @@ from ..plan import Plan
 from ..policies import PRESETS, Ace, Policy
 from ..provenance import provenance
 from ..scoring.predictions import score
+from ..tables import PAPER
 from ..tables.build import build_plan
 from ..text import Windows
 from ..writing import Pair, tokens_of, write_pair
@@ -64,7 +65,7 @@ def run(folder: Path, say: Callable[[str], None] = print) -> list[Cell]:
     """Tables → plan → thresholds → perplexity; leaves plan.safetensors and demo.json in `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     say("1/3  tables from the checkpoint alone")
-    plan = build_plan(MODEL)
+    plan = build_plan(MODEL, PAPER)
     plan.save(folder / "plan.safetensors")
     model = load_model(MODEL, device="cpu")
     windows = load_windows(model, load_tokenizer(MODEL), TEXT, WINDOW, TOKENS)
@@ -87,8 +88,8 @@ def _measure(rule: Rule, plan: Plan, model: PreTrainedModel, windows: Windows) -
     seen = {fit.threshold: (fit.realised, scored[fit.threshold]) for fit in mapped.fits if fit.threshold in scored}
     missing = [fit.threshold for fit in mapped.fits if fit.threshold not in scored]  # mapped by the dense pass alone
     if missing:
-        with attached(model, plan, rule.policy) as runtime:
-            passes = Passes(runtime, model, windows, run=score)
+        with attached(model, plan, rule.policy) as deciders:
+            passes = Passes(deciders, model, windows, run=score)
             seen |= {tau: (passes(tau).ratio(tau), passes.results[tau]) for tau in missing}
     cells = [Cell(rule.label, 0.0, 0.0, 0.0, scored[0.0].perplexity)]
     for fit in mapped.fits:

@@ -11,13 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import PlanError
-from .entries import MOST_TAU, Workload, check_settings, compared, expect
+from ..errors import BUILD, PlanError
+from ..schema import maybe, record, text
+from .entries import MOST_TAU, SETTINGS, WORKLOAD, Workload, compared
 
 BIN = 2.0**-20  # the least distance of two τ that a pass tells apart
 SAME = 1e-7  # ratios are kept in single precision
 SHAPING = ("policy", "params", "min_active", "min_mass", "factor")  # the gain shapes no contribution
 UNKNOWN = "unknown"
+CURVE = record({**SETTINGS, "factor": maybe(text), "workload": WORKLOAD, "tensor": text}, {"date": text}, closed=True)
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,26 +42,27 @@ class Curve:
         return same and torch.equal(self.points, other.points)  # whenever each was made
 
     def of(self, settings: Mapping[str, Any], sha256: str) -> bool:
-        """Whether it is of this text and what shapes contributions there."""
+        """Whether it belongs to this text and to what shapes contributions there."""
         return self.workload.sha256 == sha256 and compared(self.settings) == compared(shaping(settings))
 
     @cached_property
-    def _lists(self) -> tuple[list[float], list[float]]:
+    def lines(self) -> tuple[list[float], list[float]]:
+        """τ and ratio of each point."""
         taus, ratios = self.points.tolist()
         return taus, ratios
 
     @property
     def limit(self) -> float:
-        return self._lists[1][-1]
+        return self.lines[1][-1]
 
     def ratio(self, threshold: float) -> float:
         """The dense model's ratio at τ."""
-        return on_line(*self._lists, threshold)
+        return on_line(*self.lines, threshold)
 
     def threshold(self, budget: float) -> float:
         """The τ of a ratio; in a step that of its nearer end, and in the middle where several τ have one ratio."""
-        taus, ratios = self._lists
-        at = bisect_left(ratios, min(budget, self.limit) - SAME)
+        taus, ratios = self.lines
+        at = bisect_left(ratios, min(budget, ratios[-1]) - SAME)
         if at == 0 or ratios[at] - budget <= SAME:
             return self._middle(at)
         if taus[at] - taus[at - 1] <= 1.5 * BIN:
@@ -67,12 +70,26 @@ class Curve:
         return round(on_line(ratios, taus, budget) / BIN) * BIN
 
     def _middle(self, at: int) -> float:
-        taus, ratios = self._lists
+        taus, ratios = self.lines
         first, last = bisect_left(ratios, ratios[at]), bisect_right(ratios, ratios[at]) - 1
         return (taus[first] + taus[last]) / 2 if ratios[at] > 0 else 0.0
 
     def to_json(self, tensor: str) -> dict[str, Any]:
+        """The curve but for its points; `tensor` names where they are."""
         return {**self.settings, "workload": vars(self.workload), "tensor": tensor, "date": self.date}
+
+    @classmethod
+    def from_json(cls, facts: Mapping[str, Any], points: Tensor) -> Curve:
+        """From metadata that is checked (`CURVE`), and points that are checked here."""
+        taus, ratios = points
+        rising = bool((taus.diff() > 0).all()) and bool((ratios.diff() >= 0).all())
+        if not points.isfinite().all() or not rising or points.min() < 0 or taus[-1] > MOST_TAU or ratios[-1] > 1:
+            raise PlanError(
+                f"{facts['tensor']} is not a curve: τ must rise and ratios never fall, from 0 on. Build the plan again with "
+                f"{BUILD}."
+            )
+        date = facts.get("date", UNKNOWN)
+        return cls({name: facts[name] for name in SHAPING}, Workload(**facts["workload"]), points, date)
 
 
 def on_line(xs: Sequence[float], ys: Sequence[float], x: float) -> float:
@@ -85,31 +102,5 @@ def on_line(xs: Sequence[float], ys: Sequence[float], x: float) -> float:
 
 
 def shaping(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """What shapes contributions."""
+    """Those of the settings that shape contributions."""
     return {name: settings.get(name) for name in SHAPING}
-
-
-# ---- in a file ------------------------------------------------------------------------------------------------------
-
-
-def check_listed(listed: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """`curves` as it stands in the metadata; every tensor once."""
-    for found in listed:
-        expect(found["tensor"], str, "curves: tensor")
-        expect(found.get("date", UNKNOWN), str, "curves: date")
-        check_settings({name: found[name] for name in SHAPING}, "curves")
-        Workload.from_json(found["workload"], "curves")
-    if len({found["tensor"] for found in listed}) < len(listed):
-        raise ValueError("curves: one tensor is named twice")
-    return listed
-
-
-def from_json(found: Mapping[str, Any], points: Tensor) -> Curve:
-    taus, ratios = points
-    rising = bool((taus.diff() > 0).all()) and bool((ratios.diff() >= 0).all())
-    if not points.isfinite().all() or not rising or points.min() < 0 or taus[-1] > MOST_TAU or ratios[-1] > 1:
-        raise PlanError(
-            f"{found['tensor']} is no curve: τ must rise and ratios never fall, from 0 on. Map again with `ace budget`."
-        )
-    workload = Workload.from_json(found["workload"], "curves")
-    return Curve({name: found[name] for name in SHAPING}, workload, points, found.get("date", UNKNOWN))

@@ -1,16 +1,30 @@
-"""Thresholds of a plan: what an entry holds, and how it is read."""
+"""Thresholds of a plan and the texts they were mapped on. Texts go by the sha256 of their tokens, and are shown by name."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+from ..errors import BudgetError
+from ..schema import choice, flag, maybe, number, record, text, thing
+
 Phase = Literal["both", "prefill", "decode", "verify"]
-PHASES: tuple[str, ...] = get_args(Phase)
 OWN = "own text"
-LONGEST_GAIN = 40  # characters; which gains there are is the policies' business
+MOST_TAU = 2  # contributions end at 1, τ a little above
+SHOWN = 4  # characters of a hash, or as many more as tell two texts apart
+
+WORKLOAD = record({"name": text, "sha256": text, "tokens": number(0, whole=True)}, closed=True)
+SETTINGS = {"policy": text, "params": thing, "min_active": number(0, whole=True), "min_mass": number(0, 1)}
+THRESHOLD = record(
+    {
+        **{**SETTINGS, "gain": text, "workload": WORKLOAD, "threshold": number(0, MOST_TAU)},
+        **{"budget": number(0, 1), "realised": number(0, 1), "corrected": flag, "passes": number(0, whole=True)},
+    },
+    {"phase": choice(*get_args(Phase)), "factor": maybe(text), "fidelity": maybe(thing)},
+    closed=True,
+)
 
 
 @dataclass(frozen=True)
@@ -25,13 +39,6 @@ class Workload:
     def own(self) -> bool:
         """Whether the model wrote it."""
         return self.name == OWN
-
-    @classmethod
-    def from_json(cls, found: Mapping[str, Any], where: str) -> Workload:
-        made = cls(**found)
-        for value, kind in ((made.name, str), (made.sha256, str), (made.tokens, int)):
-            expect(value, kind, f"{where}: workload")
-        return made
 
 
 @dataclass(frozen=True)
@@ -63,16 +70,8 @@ class Threshold:
 
     @classmethod
     def from_json(cls, entry: Mapping[str, Any]) -> Threshold:
-        found = cls(**{**entry, "workload": Workload.from_json(entry["workload"], "thresholds")})
-        expect_each(vars(found), KINDS, "thresholds: ")
-        check_settings(found.settings, "thresholds")
-        if found.phase not in PHASES:
-            raise ValueError(f"thresholds: phase {found.phase!r:.40} is none of {', '.join(PHASES)}")
-        if not 0 < len(found.gain) <= LONGEST_GAIN:
-            raise ValueError(f"thresholds: {found.gain!r:.60} is no name of a gain")
-        if not 0 <= found.threshold <= MOST_TAU or not all(0 <= n <= 1 for n in (found.budget, found.realised)):
-            raise ValueError(f"threshold entry with budget {found.budget!r} has a value out of range")  # NaN too
-        return found
+        """From metadata that is checked (`THRESHOLD`)."""
+        return cls(**{**entry, "workload": Workload(**entry["workload"])})
 
 
 def typed(policy: str, settings: Mapping[str, Any]) -> str:
@@ -80,43 +79,52 @@ def typed(policy: str, settings: Mapping[str, Any]) -> str:
     return ":".join([policy, *(f"{k}={v if isinstance(v, str) else json.dumps(v)}" for k, v in settings.items())])
 
 
-def check_settings(settings: Mapping[str, Any], where: str) -> None:
-    """What shapes contributions, of the right kind and meaning something."""
-    expect_each(settings, SETTINGS, f"{where}: ")
-    if settings["min_active"] < 0:
-        raise ValueError(f"{where}: min_active is {settings['min_active']}, less than no slot")
-    if not 0 <= settings["min_mass"] <= 1:  # NaN fails too
-        raise ValueError(f"{where}: min_mass {settings['min_mass']!r} has a value out of range")
-
-
-MOST_TAU = 2  # contributions end at 1, τ a little above
-NUMBER = (int, float)
-Kinds = dict[str, type | tuple[type, ...]]
-SETTINGS: Kinds = {
-    "policy": str, "params": dict, "min_active": int, "min_mass": NUMBER, "factor": (str, type(None)),
-}  # fmt: skip
-KINDS: Kinds = {
-    **dict.fromkeys(("gain", "phase"), str),
-    **dict.fromkeys(("budget", "threshold", "realised"), NUMBER),
-    **{"passes": int, "corrected": bool, "fidelity": (dict, type(None))},
-}
-
-
-def expect(value: object, kind: type | tuple[type, ...], name: str) -> None:
-    if not isinstance(value, kind):
-        raise ValueError(f"{name} is {value!r:.40}")
-
-
-def expect_each(found: Mapping[str, Any], kinds: Kinds, where: str = "") -> None:
-    for name, kind in kinds.items():
-        expect(found[name], kind, f"{where}{name}")
-
-
 def compared(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings as entries are found by: what says nothing, no factor and denominator 0, is as if left out.
-
-    Older plans have `"denominator": 0` among the params of policy "fixed".
-    """
-    params = {name: value for name, value in settings["params"].items() if (name, value) != ("denominator", 0)}
+    """Settings as entries are found by: what says nothing, no factor and denominator 0, is as if left out."""
     rest = {name: value for name, value in settings.items() if (name, value) != ("factor", None)}
-    return {**rest, "params": params}
+    return {**rest, "params": without_denominator(settings["params"])}
+
+
+def without_denominator(params: Mapping[str, Any]) -> dict[str, Any]:
+    """Parameters of a policy without the `"denominator": 0` that schema 1 has for "fixed"; it says nothing."""
+    return {name: value for name, value in params.items() if (name, value) != ("denominator", 0)}
+
+
+# ---- texts --------------------------------------------------------------------------------------------------------------
+
+
+def distinct(workloads: Iterable[Workload]) -> list[Workload]:
+    """Each text once, in the order of its first use."""
+    return list({w.sha256: w for w in reversed(list(workloads))}.values())[::-1]
+
+
+def labels(workloads: Sequence[Workload]) -> dict[str, str]:
+    """sha256 → name, or name#ab12 where another text has that name too."""
+    return {w.sha256: _label(w, [o for o in workloads if o.name == w.name and o.sha256 != w.sha256]) for w in workloads}
+
+
+def _label(workload: Workload, namesakes: Sequence[Workload]) -> str:
+    if not namesakes:
+        return workload.name
+    length = SHOWN
+    while any(other.sha256[:length] == workload.sha256[:length] for other in namesakes) and length < 64:
+        length += 1
+    return f"{workload.name}#{workload.sha256[:length]}"
+
+
+def pick(workloads: Sequence[Workload], wanted: str) -> Workload:
+    """The text that is meant by a name, or by name#ab12."""
+    name, mark, digest = str(wanted).rpartition("#")
+    meant = [w for w in workloads if w.name == wanted]
+    if not meant and mark:
+        meant = [w for w in workloads if w.name == name and w.sha256.startswith(digest)]
+    if len(meant) == 1:
+        return meant[0]
+    shown = labels(workloads)
+    listed = ", ".join(shown[w.sha256] for w in meant or workloads) or "none"
+    if meant:
+        raise BudgetError(f"The plan has several texts {wanted!r}: {listed}. Name one of these as the workload.")
+    raise BudgetError(
+        f"The plan has no workload {wanted!r}; it has: {listed}. Name one of these, or map that text with `ace plan MODEL "
+        "--plan PLAN --text FILE`."
+    )

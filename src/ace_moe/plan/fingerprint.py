@@ -7,8 +7,22 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from .entries import NUMBER, expect, expect_each
+from ..errors import BUILD
+from ..schema import items, maybe, number, record, text, values
 
+COUNT = number(0, whole=True)
+LAYER = record(
+    {"experts": COUNT, "top_k": COUNT}, {"hidden": COUNT, "intermediate": COUNT, "router": text}, closed=True
+)
+SAMPLE = record({"rms": items(number(0)), "sample": text}, closed=True)
+FINGERPRINT = record(
+    {
+        "structure": values(LAYER),
+        "routers": record({"exact": text, "coarse": maybe(text)}, closed=True),
+        "experts": values(SAMPLE),
+    },
+    closed=True,
+)
 FEW_PER_CENT = 1.1  # sizes closer than this are said in per cent, others as a factor
 
 
@@ -51,7 +65,6 @@ class Fingerprint:
     structure: dict[str, dict[str, Any]]
     routers: Routers
     experts: dict[str, Sample] = field(default_factory=dict)
-    unread: dict[str, Any] = field(default_factory=dict)  # parts of a later release, written back as they were
 
     def difference(self, model: Fingerprint) -> str:
         """The first difference between this structure, a plan's, and a model's in words, or nothing."""
@@ -75,47 +88,28 @@ class Fingerprint:
         return (
             f"The model's experts are not those the plan was made of: in {len(sizes)} of {len(common)} layers a sample "
             f"differs; experts of layer {worst} {_by_how_much(*sizes[worst])}. The same model in another precision or a "
-            "quantised copy differs by a few per cent; if this is another model, build a plan of it with `ace tables`."
+            f"quantised copy differs by a few per cent; if this is another model, build a plan of it with {BUILD}."
         )
 
     def to_json(self) -> dict[str, Any]:
         experts = {key: {"rms": list(s.rms), "sample": s.sample} for key, s in self.experts.items()}
         routers = {"exact": self.routers.exact, "coarse": self.routers.coarse}
-        return {**self.unread, "structure": self.structure, "routers": routers, "experts": experts}
+        return {"structure": self.structure, "routers": routers, "experts": experts}
 
     @classmethod
-    def from_json(cls, found: Mapping[str, Any]) -> Fingerprint:
-        """Everything that is read later without a check is checked here; a ValueError or KeyError says what is wrong."""
-        known = ("structure", "routers", "experts")
-        structure, routers, experts = (found[name] for name in known)
-        _check_structure(structure)
-        expect_each(routers, {"exact": str, "coarse": (str, type(None))}, "routers: ")
-        samples = {key: _sample(key, value) for key, value in experts.items()}
-        foreign = [key for key in samples if key not in structure]
-        if foreign:
+    def from_json(cls, facts: Mapping[str, Any]) -> Fingerprint:
+        """A ValueError says what is wrong."""
+        FINGERPRINT(facts, "fingerprint")
+        structure, routers, experts = facts["structure"], facts["routers"], facts["experts"]
+        if not structure:
+            raise ValueError("the fingerprint has no layers")
+        for key, layer in structure.items():
+            if not 1 <= layer["top_k"] <= layer["experts"]:
+                raise ValueError(f"layer {key} has {layer['top_k']} slots for {layer['experts']} experts")
+        if foreign := [key for key in experts if key not in structure]:
             raise ValueError(f"a sample of experts of layer {foreign[0]}, which the structure does not have")
-        unread = {name: value for name, value in found.items() if name not in known}
-        return cls(structure, Routers(routers["exact"], routers["coarse"]), samples, unread)
-
-
-def _check_structure(structure: Mapping[str, Any]) -> None:
-    if not structure:
-        raise ValueError("no layers")
-    for key, layer in structure.items():
-        for name in ("experts", "top_k"):
-            expect(layer[name], int, f"{name} of layer {key}")
-        if not 1 <= layer["top_k"] <= layer["experts"]:
-            raise ValueError(f"layer {key} has {layer['top_k']} slots for {layer['experts']} experts")
-
-
-def _sample(key: str, found: Mapping[str, Any]) -> Sample:
-    expect(found["rms"], list, f"rms of layer {key}")
-    expect(found["sample"], str, f"sample of layer {key}")
-    for value in found["rms"]:
-        expect(value, NUMBER, f"rms of layer {key}")
-        if not 0 <= value < math.inf:  # NaN fails too
-            raise ValueError(f"rms of layer {key} is {value!r:.40}")
-    return Sample(tuple(map(float, found["rms"])), found["sample"])
+        samples = {key: Sample(tuple(map(float, s["rms"])), s["sample"]) for key, s in experts.items()}
+        return cls(structure, Routers(**routers), samples)
 
 
 def _by_how_much(factor: float, mine: float, other: float) -> str:

@@ -1,8 +1,8 @@
 """The plan: tables, thresholds, settings and model fingerprint in one safetensors file.
 
-Tensors `layers.<n>.<table>` (float32; gsp and rcr are [experts], what some policies need beside has its own shape); JSON
-metadata under the key `ace`. `entries` holds what a threshold is, `fingerprint` which model a plan belongs to, `file` and
-`shapes` how the file is written and checked.
+Tensors `layers.<n>.<table>` (float32; gsp and rcr are [experts], other tables may have a shape of their own) are there once
+a policy that reads them was used; JSON metadata under the key `ace`. `entries` holds what a threshold is, `fingerprint` which
+model a plan belongs to, `lookup` how a budget finds its threshold, `file` and `shapes` how the file is written and checked.
 """
 
 from __future__ import annotations
@@ -17,21 +17,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import BudgetError, OptionError, PlanError, brief
+from ..errors import BUILD, BudgetError, PlanError
 from ..files import expand, write_whole
 from . import file
-from .answers import Answer, Known
 from .curves import Curve
 from .entries import Phase, Threshold, Workload, compared
 from .fingerprint import Fingerprint
+from .lookup import Answer, Lookup, workloads_of
 from .shapes import check_factors
-
-NEEDED = {"policy", "params", "gain", "min_active", "min_mass"}  # of settings that are looked up
 
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """What `ace tables` and `ace budget` make and every integration reads."""
+    """What `ace plan` makes and every engine reads. `tables` has every layer of the model, with or without tables in it."""
 
     tables: dict[str, dict[str, Tensor]]
     fingerprint: Fingerprint
@@ -46,7 +44,6 @@ class Plan:
     curves: tuple[Curve, ...] = ()
     default_workload: str | None = None  # sha256 of the text that is meant where none is named
     made: tuple[dict[str, Any], ...] = ()  # the commands that wrote into it, oldest first
-    unread: dict[str, Any] = field(default_factory=dict)  # metadata of a later release, written back as it was
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Plan):
@@ -54,11 +51,21 @@ class Plan:
         return all(equal(getattr(self, f.name), getattr(other, f.name)) for f in fields(self))
 
     def __repr__(self) -> str:
-        names = ", ".join(next(iter(self.tables.values()), {})) or "no"
+        names = ", ".join(next(iter(self.tables.values()), {})) or "none"
         budgets = sorted({t.budget for t in self.thresholds})
         mapped = f"thresholds for {budgets[0]:.0%} to {budgets[-1]:.0%}" if budgets else "no thresholds"
         texts = ", ".join(w.name for w in self.workloads) or "no text"
-        return f"Plan({self.model or 'unnamed'}: {len(self.tables)} layers, tables {names}, {mapped} on {texts})"
+        return f"Plan({self.model or 'unnamed'}: {len(self.layers)} layers, tables {names}, {mapped} on {texts})"
+
+    @property
+    def layers(self) -> list[str]:
+        """The model's MoE layers, in order."""
+        return list(self.fingerprint.structure)
+
+    @property
+    def top_k(self) -> int:
+        """Slots a token has in each layer (the fewest, where layers differ)."""
+        return min(int(layer["top_k"]) for layer in self.fingerprint.structure.values())
 
     # ---- tables -----------------------------------------------------------------------------------------------
 
@@ -75,9 +82,9 @@ class Plan:
         `shapes` names the dimensions of tables that are not one value or one for each expert, pair, slot or level;
         `guarded` the layers that a new factor table never skips.
         """
-        if set(new) != set(self.tables):
+        if set(new) != set(self.layers):
             raise PlanError("A table needs values for every MoE layer of the plan's model. Build it on that model.")
-        tables = {key: {**layer, **new[key]} for key, layer in self.tables.items()}
+        tables = {key: {**self.tables.get(key, {}), **new[key]} for key in self.layers}
         check_factors(tables)
         names = sorted({name for layer in new.values() for name in layer})
         return replace(
@@ -88,14 +95,9 @@ class Plan:
             guarded=self.guarded | {name: tuple(layers) for name, layers in (guarded or {}).items()},
         )
 
-    @property
-    def top_k(self) -> int:
-        """Slots a token has in each layer (the fewest, where layers differ)."""
-        return min(int(layer["top_k"]) for layer in self.fingerprint.structure.values())
-
     def lacks(self, names: Iterable[str]) -> list[str]:
         """Which of the named tables a policy needs are not in the plan."""
-        return [name for name in names if any(name not in layer for layer in self.tables.values())]
+        return [name for name in names if any(name not in self.tables.get(key, {}) for key in self.layers)]
 
     # ---- thresholds -------------------------------------------------------------------------------------------
 
@@ -118,45 +120,29 @@ class Plan:
         """Of these settings, whatever their gain, on a text."""
         return next((c for c in self.curves if c.of(settings, sha256)), None)
 
-    def answer(
+    def lookup(
         self, settings: Mapping[str, Any], budget: float, phase: Phase = "both", workload: str | None = None
     ) -> Answer:
-        """τ for a budget and how it was found; `workload` is the name of a text, by default the plan's own choice."""
-        missing = NEEDED - set(settings)
-        if missing:
-            raise OptionError(
-                f"Settings name {', '.join(sorted(NEEDED))}; {', '.join(sorted(missing))} are missing. Take them from a policy: "
-                '`ace_moe.policies.make("share").settings`.'
-            )
+        """τ for a budget under exact settings; `workload` names a text, by default the plan's own choice."""
         if not isinstance(budget, (int, float)):
             raise BudgetError(f"A budget is a number such as 0.5, not {budget!r:.60}.")
-        return self._known.answer(settings, budget, phase, workload)
-
-    def threshold(
-        self, settings: Mapping[str, Any], budget: float, phase: Phase = "both", workload: str | None = None
-    ) -> tuple[float, str | None]:
-        """(τ, notice) for a budget; a measured one needs no notice, and 0 no entry."""
-        found = self.answer(settings, budget, phase, workload)
-        return found.threshold, found.notice
+        return Lookup(self, settings, workload).at(budget, phase)
 
     # ---- texts ------------------------------------------------------------------------------------------------
 
     @property
-    def _known(self) -> Known:
-        return Known(self.thresholds, self.curves, self.default_workload)
-
-    @property
     def workloads(self) -> list[Workload]:
         """Every text that something was mapped on."""
-        return self._known.workloads
+        return workloads_of(self.thresholds, self.curves)
 
     def with_default(self, workload: Workload) -> Plan:
         return replace(self, default_workload=workload.sha256)
 
     def _default(self, *new: Workload) -> str | None:
         """The first text that was given stays the default; one that the model wrote gives way to it."""
+        newest = [*(c.workload.sha256 for c in self.curves[-1:]), *(t.workload.sha256 for t in self.thresholds[-1:])]
         texts = {w.sha256: w for w in (*new, *self.workloads)}
-        current = texts.get(self.default_workload or self._known.newest or "")
+        current = texts.get(self.default_workload or (newest[-1] if newest else ""))
         given = next((w for w in new if not w.own), next(iter(new), None))
         if given is not None and (current is None or (current.own and not given.own)):
             return given.sha256
@@ -172,13 +158,13 @@ class Plan:
         difference = self.fingerprint.difference(fingerprint)
         if difference:
             raise PlanError(
-                f"The plan is of another model ({self.model or 'unnamed'}): {difference}. Build one with `ace tables`."
+                f"The plan is of another model ({self.model or 'unnamed'}): {difference}. Build one with {BUILD}."
             )
         known = self.fingerprint.same_routers(fingerprint) or fingerprint.routers.among(self.other_weights)
         if not known and not allow_other_weights:
             raise PlanError(
                 f"The plan's model ({self.model or 'unnamed'}) has the same shape but other router weights. Build a plan "
-                "with `ace tables`, or pass allow_other_weights for a quantised copy of the same model."
+                f"with {BUILD}, or pass allow_other_weights for a quantised copy of the same model."
             )
         notice = self.fingerprint.experts_notice(fingerprint)
         if notice:
@@ -193,11 +179,8 @@ class Plan:
 
     def to_bytes(self) -> bytes:
         """The whole file."""
-        lines = {f"curves.{n}": curve.points for n, curve in enumerate(self.curves)}
-        return file.serialised(self.tables, lines, self._metadata())
-
-    def _metadata(self) -> dict[str, Any]:
-        return {
+        points = {f"curves.{n}": curve.points for n, curve in enumerate(self.curves)}
+        metadata = {
             "model": self.model,
             "fingerprint": self.fingerprint.to_json(),
             "undefined": self.undefined,
@@ -210,22 +193,13 @@ class Plan:
             "curves": [curve.to_json(f"curves.{n}") for n, curve in enumerate(self.curves)],
             "default_workload": self.default_workload,
             "made": list(self.made),
-            **self.unread,
         }
+        return file.serialise(self.tables, points, metadata)
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
         """Read and check everything; a file that is wrong in any way is refused with the reason."""
-        path = expand(path)
-        with file.opened(path) as handle:
-            try:
-                return cls(**file.read(handle))
-            except PlanError as error:
-                raise PlanError(f"{path}: {error}") from None
-            except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
-                raise PlanError(
-                    f"{path}: the plan's metadata is damaged ({brief(error)}). Build it again with `ace tables`."
-                ) from error
+        return cls(**file.read(expand(path)))
 
 
 def equal(one: Any, other: Any) -> bool:
@@ -238,10 +212,9 @@ def equal(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-def missing_table(policy: str, table: str, calibrated: bool) -> str:
+def missing_table(policy: str, table: str) -> str:
     """What to say when a policy's table is not in the plan."""
-    how = "calibrates it on that text" if calibrated else "computes it from the weights"
     return (
-        f"Policy {policy!r} needs the table {table}, which this plan does not have. `ace budget MODEL --plan PLAN --text FILE "
-        f"--policy {policy}` {how} (in Python: `ace_moe.mapping.prepare`); policy 'share' needs none."
+        f"Policy {policy!r} needs the table {table}, which this plan does not have. `ace plan MODEL --plan PLAN --text FILE "
+        f"--policy {policy}` makes it (in Python: `ace_moe.lab.policies.prepare`); policy 'share' needs none."
     )

@@ -2,82 +2,63 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
-from ..errors import PlanError
-from .entries import compared, expect
+from ..errors import BUILD, PlanError
+from ..schema import choice, items
+from ..schema import values as by_name
 
-CORE = {"gsp", "rcr"}  # tables every plan has, unless it says why not
+BY_EXPERT = {"gsp", "rcr"}  # tables with one number for each expert, whatever a file declares
 FACTOR = "factor_"  # tables with one number a layer, by which contributions are multiplied
-DIMENSIONS = ("experts", "top_k", "hidden", "intermediate", "levels", "one")
-MOST_DIMENSIONS = 3
+SIZE = choice("experts", "top_k", "hidden", "intermediate", "levels", "one")
+DECLARED = by_name(items(SIZE, 1, 3))  # table → what its dimensions count
 ROUNDING = 1e-6
 Shapes = Mapping[str, Sequence[str]]
 Structure = Mapping[str, Mapping[str, Any]]
 Tables = dict[str, dict[str, Tensor]]
-AGAIN = "Build it again with `ace tables`."
+AGAIN = f"Build it again with {BUILD}."
 
 
-def aligned_tables(settings: Mapping[str, Any], budget: float, sha256: str) -> tuple[str, str]:
-    """Names of the scale and the shift [hidden] of skipped sums that belong to a threshold: settings, budget and text."""
-    of = json.dumps([compared(settings), round(budget, 9), sha256], sort_keys=True)  # 0.1 + 0.2 is 0.3
-    mark = hashlib.sha256(of.encode()).hexdigest()[:12]
-    return f"aligned_scale_{mark}", f"aligned_shift_{mark}"
-
-
-def check_declared(shapes: dict[str, Any]) -> dict[str, list[str]]:
-    """`shapes` as it stands in the metadata: table → names of its dimensions."""
-    for name, dims in shapes.items():
-        expect(dims, list, f"shapes: {name}")
-        if name in CORE or name.startswith(FACTOR):
+def check_declared(shapes: Shapes) -> None:
+    """`shapes` as the metadata has it; what has a shape of its own is not declared with another."""
+    for name in shapes:
+        if name in BY_EXPERT or name.startswith(FACTOR):
             raise ValueError(f"shapes: {name} has a shape of its own, which cannot be another")
-        if not 1 <= len(dims) <= MOST_DIMENSIONS or any(dim not in DIMENSIONS for dim in dims):
-            raise ValueError(f"shapes: {name} is {dims!r:.60}, not one to three of {', '.join(DIMENSIONS)}")
-    return shapes
 
 
-def check_layers(names: Mapping[str, set[str]], structure: Structure, undefined: Mapping[str, str]) -> None:
+def check_layers(names: Mapping[str, set[str]], structure: Structure) -> None:
     """`names`: the tables of each layer. Every table is there for every layer of the model, and for no other."""
-    wanted = (CORE | {name for layer in names.values() for name in layer}) - set(undefined)
+    wanted = {name for layer in names.values() for name in layer}
     missing = [key for key in structure if not wanted <= names.get(key, set())]
     foreign = [key for key in names if key not in structure]
     if missing or foreign:
         raise PlanError(
             f"tables and layer list disagree (missing: {', '.join(missing[:5]) or 'none'}; foreign: "
-            f"{', '.join(foreign[:5]) or 'none'}). The file was edited or cut; build it again with `ace tables`."
+            f"{', '.join(foreign[:5]) or 'none'}). The file was edited or cut. {AGAIN}"
         )
 
 
-class Expected:
-    """The shapes that tables of a model of this structure have."""
-
-    def __init__(self, structure: Structure, shapes: Shapes):
-        self.structure, self.shapes = structure, shapes
-        self.levels = 1 + sum(layer["top_k"] - 1 for layer in structure.values())
-
-    def check(self, key: str, name: str, dtype: str, shape: tuple[int, ...]) -> None:
-        sizes = {**self.structure[key], "levels": self.levels, "one": 1}
-        fits, wanted = self._judge(name, shape, sizes)
-        if dtype != "float32" or not fits:
-            raise PlanError(f"layers.{key}.{name} is {dtype} {list(shape)}, not float32 {wanted}. {AGAIN}")
-
-    def _judge(self, name: str, shape: tuple[int, ...], sizes: Mapping[str, int]) -> tuple[bool, str]:
-        """(whether the shape is right, what it should be)."""
-        if name in CORE:
-            return shape == (sizes["experts"],), f"[{sizes['experts']}]"
-        if name.startswith(FACTOR):
-            return shape in ((), (1,)), "with one value"
-        if name in self.shapes:
-            wanted = [sizes[dim] for dim in self.shapes[name]]
-            return list(shape) == wanted and min(wanted) > 0, f"{wanted} ({', '.join(self.shapes[name])})"
-        usual = {sizes["experts"], sizes["top_k"], self.levels}
-        fits = len(shape) <= 2 and set(shape) <= usual
-        return fits, "with one value, or one for each expert, pair, slot or level; others are declared in `shapes`"
+def check_shape(
+    structure: Structure, declared: Shapes, key: str, name: str, dtype: str, shape: tuple[int, ...]
+) -> None:
+    """Whether a table of a layer has the shape it should have: its own, a declared one, or one of the usual."""
+    levels = 1 + sum(layer["top_k"] - 1 for layer in structure.values())
+    sizes = {**structure[key], "levels": levels, "one": 1}
+    if name in BY_EXPERT:
+        fits, wanted = shape == (sizes["experts"],), f"[{sizes['experts']}]"
+    elif name.startswith(FACTOR):
+        fits, wanted = shape in ((), (1,)), "with one value"
+    elif name in declared:
+        own = [sizes[dim] for dim in declared[name]]
+        fits, wanted = list(shape) == own and min(own) > 0, f"{own} ({', '.join(declared[name])})"
+    else:
+        fits = len(shape) <= 2 and set(shape) <= {sizes["experts"], sizes["top_k"], levels}
+        wanted = "with one value, or one for each expert, pair, slot or level; others are declared in `shapes`"
+    if dtype != "float32" or not fits:
+        raise PlanError(f"layers.{key}.{name} is {dtype} {list(shape)}, not float32 {wanted}. {AGAIN}")
 
 
 def check_values(tables: Tables, shapes: Shapes) -> None:

@@ -1,4 +1,4 @@
-"""Checkpoint → plan: tables of every layer from weights alone, further tables, and the plan of a model that was given none."""
+"""Checkpoint → plan: the fingerprint of a model, the tables that are asked for, and the plan of a model that was given none."""
 
 from __future__ import annotations
 
@@ -13,71 +13,84 @@ from transformers import PreTrainedModel
 from .. import progress
 from ..checkpoint import MoEModel
 from ..checkpoint.model import check_sizes
-from ..errors import OutputError, PlanError, StructureError
+from ..errors import OptionError, OutputError, PlanError, StructureError
 from ..files import cache_folder
-from ..plan import Plan
-from . import SHAPES, TABLES, tables
+from ..plan import Plan, update
+from . import TABLES, tables_of
 
 MOST_KEPT = 64  # plans of models that were given none; each has under a few MiB
 logger = logging.getLogger("vllm.ace_moe")  # what happens in an engine's worker is seen in its log
 
 
-def build_plan(model: str | Path | PreTrainedModel | MoEModel, *, device: str | None = None) -> Plan:
-    """Tables of every MoE layer from weights alone, computed on the device that is asked for, else where the weights are; one
-    layer is in memory at a time."""
-    moe = _moe(model)
+def build_plan(
+    model: str | Path | PreTrainedModel | MoEModel, tables: Iterable[str] = (), *, device: str | None = None
+) -> Plan:
+    """A plan that knows its model, with the named tables or none; `undefined` says why the model has none of a name.
+
+    Without tables, only router rows and a few rows of some experts are read. Tables are computed layer by layer, on `device`,
+    else where the weights are.
+    """
+    names = list(tables)
+    if unknown := [name for name in names if name not in TABLES]:
+        raise OptionError(f"There is no table {unknown[0]!r}. From weights alone come: {', '.join(TABLES)}.")
+    moe = MoEModel.open(model)
     fingerprint = moe.fingerprint()
     check_sizes(fingerprint)
-    found: dict[str, dict[str, Tensor]] = {}
-    undefined: dict[str, str] = {}
-    with progress.task("layers", len(moe)) as task:
-        for site in moe.sites:
-            layer = moe.layer(site)
-            found[site.key], missing = tables(layer if device is None else layer.to(device))
-            undefined = missing | undefined
-            task.advance()
-    return Plan(tables=whole_tables(found, undefined), fingerprint=fingerprint, model=moe.name, undefined=undefined)
+    computed, undefined = _computed(moe, names, device)
+    return Plan(computed, fingerprint, moe.name, undefined)
 
 
-def whole_tables(found: dict[str, dict[str, Tensor]], undefined: dict[str, str]) -> dict[str, dict[str, Tensor]]:
-    """A table that one layer lacks is no table of the model; a model without any has no plan."""
-    kept = {key: {n: t for n, t in layer.items() if n not in undefined} for key, layer in found.items()}
-    if not any(kept.values()):
-        raise StructureError(" ".join(undefined.values()))
-    return kept
-
-
-def add_tables(plan: Plan, wanted: Iterable[str], model: str | Path | PreTrainedModel | MoEModel) -> Plan:
+def add_tables(
+    plan: Plan,
+    wanted: Iterable[str],
+    model: str | Path | PreTrainedModel | MoEModel,
+    *,
+    device: str | None = None,
+) -> Plan:
     """The plan with those of the wanted tables that come from weights alone and that it does not have."""
     names = [name for name in plan.lacks(wanted) if name in TABLES]
     if not names:
         return plan
-    moe = _moe(model)
+    moe = MoEModel.open(model)
     plan.check_model(moe.fingerprint())
-    found: dict[str, dict[str, Tensor]] = {}
-    for site in moe.sites:
-        found[site.key], missing = tables(moe.layer(site), names)
-        if missing:
-            raise StructureError(" ".join(missing.values()))
-    return plan.with_tables(found, shapes={name: SHAPES[name] for name in names if name in SHAPES})
+    computed, undefined = _computed(moe, names, device)
+    if undefined:
+        raise StructureError(f"{' '.join(dict.fromkeys(undefined.values()))} Policy 'share' needs no table.")
+    return plan.with_tables(computed)
 
 
-def _moe(model: str | Path | PreTrainedModel | MoEModel) -> MoEModel:
-    if isinstance(model, MoEModel):
-        return model
-    return MoEModel.of(model) if isinstance(model, PreTrainedModel) else MoEModel.open(model)
+def _computed(
+    moe: MoEModel, names: list[str], device: str | None = None
+) -> tuple[dict[str, dict[str, Tensor]], dict[str, str]]:
+    """The tables of every layer, and why there are none of a name; what one layer lacks is not a table of the model."""
+    computed: dict[str, dict[str, Tensor]] = {site.key: {} for site in moe.sites}
+    undefined: dict[str, str] = {}
+    if not names:
+        return computed, undefined
+    with progress.task("layers", len(moe.sites)) as task:
+        for site in moe.sites:
+            try:
+                layer = moe.layer(site)
+                computed[site.key], missing = tables_of(layer if device is None else layer.to(device), names)
+            except StructureError as error:  # the layout of its experts is unknown
+                missing = dict.fromkeys(names, str(error))
+            undefined = missing | undefined
+            task.advance()
+    return {key: {n: t for n, t in layer.items() if n not in undefined} for key, layer in computed.items()}, undefined
 
 
 # ---- a plan when none is given ------------------------------------------------------------------------------------------
 
 
 def automatic_plan_path(model: str | Path) -> tuple[Path, MoEModel]:
+    """Where the plan of a model that is given none is kept."""
     moe = MoEModel.open(model)
     return cache_folder() / f"{moe.name}-{moe.content()[:16]}.safetensors", moe
 
 
-def automatic_plan(model: str | Path, say: Callable[[str], None] = logger.warning) -> Plan:
-    """The model's tables from the cache, or computed and kept there. One process computes, the others wait."""
+def automatic_plan(model: str | Path, tables: Iterable[str] = (), say: Callable[[str], None] = logger.warning) -> Plan:
+    """The model's plan from the cache, or made and kept there, with at least the named tables. One process makes it, the
+    others wait."""
     from filelock import FileLock
 
     path, moe = automatic_plan_path(model)
@@ -85,17 +98,22 @@ def automatic_plan(model: str | Path, say: Callable[[str], None] = logger.warnin
         path.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{path}.lock"):
             kept = _kept(path, say)
-            if kept is not None:
-                say(f"ACE: no plan was given; using the one made earlier at {path}.")
-                return kept
-            say(f"ACE: no plan was given; computing the tables of {moe.name} ({len(moe)} layers) into {path}.")
-            made = build_plan(moe)
-            made.save(path)
-            _forget_old(path)
-            return made
+            plan = build_plan(moe) if kept is None else kept
+            if lacking := plan.lacks(tables):
+                say(
+                    f"ACE: computing the tables {', '.join(lacking)} of {moe.name} ({len(moe.sites)} layers) into {path}."
+                )
+                plan = add_tables(plan, lacking, moe)
+            if kept is None:
+                say(f"ACE: no plan was given; keeping one of {moe.name} at {path}.")
+                plan.save(path)
+                _forget_old(path)
+            elif plan is not kept:
+                plan = update(path, kept, plan)
+            return plan
     except OSError as error:
         raise OutputError(
-            f"A plan could not be kept in {path.parent} ({error.strerror or error}). Make one with `ace tables {model} -o "
+            f"A plan could not be kept in {path.parent} ({error.strerror or error}). Make one with `ace plan {model} -o "
             "plan.safetensors` and name it with --plan, or set ACE_CACHE to a folder that can be written."
         ) from error
 
@@ -105,12 +123,13 @@ def _kept(path: Path, say: Callable[[str], None]) -> Plan | None:
     if not path.exists():
         return None
     try:
-        found = Plan.load(path)
+        plan = Plan.load(path)
     except PlanError as error:
         say(f"ACE: the plan kept from an earlier run cannot be used and is made again ({error})")
         return None
+    say(f"ACE: no plan was given; using the one made earlier at {path}.")
     os.utime(path)  # used now: the others are forgotten first
-    return found
+    return plan
 
 
 def _forget_old(newest: Path) -> None:

@@ -49,7 +49,8 @@ def _as_gated(layer: MoELayer, chunk: slice) -> Projections:
 def _paths(gate: Tensor, up: Tensor, down: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     """Raw GSP [C], and whether the working precision suffices [C]."""
     m = up.shape[1]
-    rows = [_blocks(w) for w in (gate * scale, up * scale, down.mT)]
+    size = max(256, -(-m // 4))  # of blocks of rows: small enough to save, large enough to multiply at full speed
+    rows = [w.split(size, dim=1) for w in (gate * scale, up * scale, down.mT)]
     traces, paths = up.new_zeros(3, len(up)), up.new_zeros(2, len(up))
     for i, j in combinations_with_replacement(range(len(rows[0])), 2):
         grams = [torch.bmm(blocks[i], blocks[j].mT) for blocks in rows]
@@ -59,8 +60,3 @@ def _paths(gate: Tensor, up: Tensor, down: Tensor, scale: Tensor) -> tuple[Tenso
         paths += weight * torch.stack([torch.linalg.vecdot(g.flatten(1), grams[2].flatten(1)) for g in grams[:2]])
     trusted = (paths >= NEARLY_ORTHOGONAL / m * traces[2] * traces[:2]).all(0)
     return (traces[:2] * paths.clamp(min=0)).sqrt().prod(0).sqrt(), trusted
-
-
-def _blocks(w: Tensor) -> tuple[Tensor, ...]:
-    """Rows [C, m, d] in blocks of about 256: small enough to save, large enough to multiply at full speed."""
-    return w.split(max(256, -(-w.shape[1] // 4)), dim=1)

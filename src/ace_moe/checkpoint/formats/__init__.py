@@ -27,29 +27,27 @@ COMPANION = re.compile(r"scale|zero|absmax|packed|g_idx|quant|SCB|blocks|bitmask
 def understand(headers: Headers, facts: Facts) -> dict[str, Stored]:
     """What is stored, by the name it would have unquantised; tensors nobody claims are plain, or have a `problem`."""
     found: dict[str, Stored] = {}
-    for key in headers:
-        made = next((made for find in FORMATS if (made := find(key, headers, facts)) is not None), None)
+    formats = () if all(header.dtype in PLAIN for header in headers.values()) else FORMATS  # nothing is packed
+    for key in headers if formats else ():
+        made = next((made for find in formats if (made := find(key, headers, facts)) is not None), None)
         if made is not None:
             found[made.name] = made if made.name not in found else _twice(made.name, key, headers)
     claimed = {key for made in found.values() for key in made.keys}
     for key, header in headers.items():
         if key not in claimed and not NOT_WEIGHTS.search(key):
-            name = _unpacked_name(key, header)
-            found[name] = _plain(name, key, header) if name not in found else _twice(name, key, headers)
+            plain = _plain(key, header)
+            found[plain.name] = plain if plain.name not in found else _twice(plain.name, key, headers)
     return found
 
 
-def _unpacked_name(key: str, header: Header) -> str:
-    if header.dtype in PLAIN and not key.endswith(".compressed"):
-        return key
-    return next((key.removesuffix(end) + name for end, name in NO_WEIGHT.items() if key.endswith(end)), key)
-
-
-def _plain(name: str, key: str, header: Header) -> Stored:
+def _plain(key: str, header: Header) -> Stored:
+    """A tensor as it is; one whose numbers mean something else is filed under the weight in whose place it stands."""
     experts = header.shape[0] if len(header.shape) == 3 else None
+    if header.dtype in PLAIN and not key.endswith(".compressed"):
+        return Stored(key, "plain", (key,), experts=experts)
+    name = next((key.removesuffix(end) + name for end, name in NO_WEIGHT.items() if key.endswith(end)), key)
     unknown = f"{key} is {header}, and no tensor beside it says in a known way what its numbers mean"
-    problem = "" if header.dtype in PLAIN and name == key else unknown
-    return Stored(name, "plain", (key,), experts=experts, problem=problem)
+    return Stored(name, "plain", (key,), experts=experts, problem=unknown)
 
 
 def _twice(name: str, key: str, headers: Headers) -> Stored:

@@ -55,11 +55,6 @@ def _values(found: Any, name: str) -> list[Any]:
     return [v for part in found for v in _values(part, name)] if isinstance(found, list) else []
 
 
-def facts_of(folder: Path, config: PretrainedConfig, metadata: Mapping[str, str]) -> Facts:
-    """What a checkpoint's own files say of its quantisation: config.json, or hf_quant_config.json beside it (ModelOpt)."""
-    return Facts(config_of(config) or _of_modelopt(folder / "hf_quant_config.json"), metadata)
-
-
 def config_of(config: PretrainedConfig) -> dict[str, Any]:
     for part in (config, config.get_text_config()):
         found = getattr(part, "quantization_config", None)
@@ -68,12 +63,14 @@ def config_of(config: PretrainedConfig) -> dict[str, Any]:
     return {}
 
 
-def _of_modelopt(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
+def facts_of(folder: Path, config: PretrainedConfig, metadata: Mapping[str, str]) -> Facts:
+    """What a checkpoint's own files say of its quantisation: config.json, or hf_quant_config.json beside it (ModelOpt)."""
+    path, found = folder / "hf_quant_config.json", config_of(config)
+    if found or not path.is_file():
+        return Facts(found, metadata)
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-        return {"quant_method": "modelopt", **found["quantization"]}
+        return Facts({"quant_method": "modelopt", **found["quantization"]}, metadata)
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path} cannot be read ({brief(error)}). It is damaged; download it again.") from error
 
@@ -102,18 +99,15 @@ class Stored:
     def read(self, get: Get, device: torch.device | str | None = None) -> Tensor:
         """The whole tensor: as it is where it is plain, else in fp32."""
         if self.experts is None or self.format == "plain":
-            return self.decode(*(_placed(get(key)[...], device) for key in self.keys))
+            return self.decode(*(get(key)[...].to(device) for key in self.keys))
         return torch.stack([self.expert(get, number, device) for number in range(self.experts)])
 
     def expert(self, get: Get, number: int, device: torch.device | str | None = None) -> Tensor:
         """One expert's matrix [a, b] of a stack."""
         parts = (get(key)[...] if key in self.shared else get(key)[number] for key in self.keys)
-        return self.decode(*(_placed(part, device) for part in parts))
-
-
-def _placed(tensor: Tensor, device: torch.device | str | None) -> Tensor:
-    """Bytes travel packed; they are decoded where they are needed."""
-    return tensor if device is None else tensor.to(device)
+        return self.decode(
+            *(part.to(device) for part in parts)
+        )  # bytes travel packed and are decoded where they are needed
 
 
 def unreadable(name: str, key: str, header: Header, reason: str) -> Stored:

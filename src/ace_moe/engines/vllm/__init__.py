@@ -44,7 +44,7 @@ def register() -> None:
 def engine_args(plan: str | Path | None = None, skip: BudgetLike = 0.0, **settings: Any) -> dict[str, Any]:
     """Arguments of `vllm.LLM` or `EngineArgs` that switch skipping on. `plan` is a file or a plan of the hub, as owner/name;
     settings are those of the server (`Settings`) and the policy's own."""
-    from ...sharing import located
+    from ...plan.hub import located
     from .settings import Settings
 
     path = {} if plan is None else {"plan": str(located(plan).absolute())}

@@ -11,7 +11,6 @@ from ...errors import AceError, IntegrationError
 from .skipping import find
 
 OFF = "Skipping is not configured in this server. Start it with `ace serve`, or with an `ace` part in --additional-config."
-ASLEEP = "The engine sleeps: wake it up first, then change what it skips."
 NOTICES = "notices"  # in a reply: what a budget is that was asked for, such as interpolated
 PLAN = "plan"  # in a reply: sha256 of the plan file that the worker read
 Reply = dict[str, Any]
@@ -41,8 +40,8 @@ class AceWorker:
     ) -> Reply:
         """Change what is skipped, and then reset counters: all of it or nothing. Notices come with the reply."""
         skipping = find(self.vllm_config)
-        if skipping is None or skipping.asleep is not None:
-            return {"error": OFF if skipping is None else ASLEEP}
+        if skipping is None:
+            return {"error": OFF}
         try:
             with warnings.catch_warnings(record=True) as noted:
                 warnings.simplefilter("always")
@@ -55,8 +54,8 @@ class AceWorker:
 
     def ace_reset(self) -> Reply:
         skipping = find(self.vllm_config)
-        if skipping is None or skipping.asleep is not None:
-            return {"error": OFF if skipping is None else ASLEEP}
+        if skipping is None:
+            return {"error": OFF}
         skipping.reset()
         return self.ace_report()
 

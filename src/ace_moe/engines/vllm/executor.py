@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...decider import Layer
+from ...decider import Decider
 from ...decider.executors import Chosen, Executor, Offer, choose, kept_alone
 from ...errors import IntegrationError
 from .backends import (
@@ -94,30 +94,31 @@ class UpTo:
 class Experts:
     """The experts of one layer; how they run is chosen when vLLM has built its kernel: after loading, or at the first pass."""
 
-    def __init__(self, runner: Any, layer: Layer, settings: Settings):
-        self.runner, self.experts, self.layer, self.settings = runner, runner.routed_experts, layer, settings
+    def __init__(self, runner: Any, decider: Decider, settings: Settings):
+        self.runner, self.experts, self.decider, self.settings = runner, runner.routed_experts, decider, settings
         self.kernel: Any = None  # the one that was chosen for
 
     def __call__(self, run: Run, x: Tensor, gates: Tensor, ids: Tensor, **shared: Any) -> Tensor:
         """x [T, d], gates and ids [T, k] with −1 at skipped slots → [T, d]."""
         self.choose()
-        return self.layer.chosen.executor(run, x, gates, ids, **shared)  # type: ignore[union-attr]
+        return self.decider.chosen.executor(run, x, gates, ids, **shared)  # type: ignore[union-attr]
 
     def choose(self) -> None:
         """By the kernel vLLM has built; again where it has built another, as it does when weights are reloaded."""
         kernel, settings = kernel_of(self.experts), self.settings
-        if self.layer.chosen is not None and kernel is self.kernel:
+        if self.decider.chosen is not None and kernel is self.kernel:
             return
         refuse_monolithic(self.experts)
         refuse_gathered(self.runner)
         offers = theirs_of(self.experts, kernel, untried=settings.executor == "native")
         theirs = choose(offers, settings.executor, self.experts.layer_name)
-        self.layer.chosen, self.kernel = self._with_ours(kernel, theirs), kernel
+        chosen, self.kernel = self._with_ours(kernel, theirs), kernel
+        self.decider.run_by(chosen)
         if isinstance(theirs.executor, Native):
             make_sums_aware(kernel)
             if settings.routing == "fused":
                 pack_routing(kernel)
-        if isinstance(theirs.executor, Redirect) and self.layer.chosen.executor.name != "kernels":
+        if isinstance(theirs.executor, Redirect) and chosen.executor.name != "kernels":
             warn_redirect(type(kernel).__name__, theirs.refused["native"])
 
     def _with_ours(self, kernel: Any, theirs: Chosen) -> Chosen:

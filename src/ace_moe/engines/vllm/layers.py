@@ -94,6 +94,7 @@ def is_draft() -> bool:
 
 def attach(runner: Any, skipping: Skipping) -> None:
     """Put the rule into the runner's router and an executor into its experts."""
+    from vllm.distributed import get_tensor_model_parallel_rank
     from vllm.model_executor.models.utils import extract_layer_index
 
     config, experts = runner.moe_config, runner.routed_experts
@@ -104,20 +105,19 @@ def attach(runner: Any, skipping: Skipping) -> None:
         "hidden": config.hidden_dim_unpadded or config.hidden_dim,
         "intermediate": config.intermediate_size,
     }
-    layer = skipping.add(extract_layer_index(runner.layer_name), runner.layer_name, sizes)
-    if layer is None:
+    rank = get_tensor_model_parallel_rank() if config.is_sequence_parallel else None
+    decider = skipping.add(extract_layer_index(runner.layer_name), runner.layer_name, sizes, rank)
+    if decider is None:
         return
-    if config.is_sequence_parallel:
-        from vllm.distributed import get_tensor_model_parallel_rank
-
-        skipping.divide(layer, get_tensor_model_parallel_rank())
-    executor = Experts(runner, layer, skipping.settings)
+    executor = Experts(runner, decider, skipping.settings)
     skipping.later.append(executor.choose)
-    for name, part in (("ace_layer", layer), ("ace_executor", executor)):
+    for name, part in (("ace_decider", decider), ("ace_executor", executor)):
         object.__setattr__(runner, name, part)  # not as a child module: vLLM looks through those
     runner.router.__class__ = ruled_router(runner.router.__class__)
     experts.__class__ = sparing_experts(experts.__class__)
-    runner.router.ace_top_k = plain_top_k(runner.router) if layer.has_kernel and skipping.settings.fuses else None
+    runner.router.ace_top_k = (
+        plain_top_k(runner.router) if decider.kernel is not None and skipping.settings.fuses else None
+    )
     for part in (runner.router, experts):
         object.__setattr__(part, "ace_runner", runner)  # not as a child module: the runner owns both
 
@@ -154,16 +154,16 @@ def ruled_router(stock: type) -> type:
     def _compute_routing(
         self: Any, hidden_states: Tensor, router_logits: Tensor, indices_type: Any, *, input_ids: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        layer, plain = self.ace_runner.ace_layer, self.ace_top_k
-        if plain is not None and not layer.observers:
-            ids, gates = layer.route(router_logits, plain, torch.float32, indices_type or torch.int32)
+        decider, plain = self.ace_runner.ace_decider, self.ace_top_k
+        if plain is not None and not decider.observers:
+            ids, gates = decider.route(router_logits, plain, torch.float32, indices_type or torch.int32)
             return gates, ids
         gates, ids = stock._compute_routing(  # type: ignore[attr-defined]
             self, hidden_states, router_logits, indices_type, input_ids=input_ids
         )
         if ids.device.type == "cpu":  # Dynamo traces this; elsewhere it runs inside vLLM's own opaque operator
             return torch.ops.vllm.ace_route(gates, ids, self.ace_runner.layer_name)
-        ids, gates = layer.decide(ids, gates)
+        ids, gates = decider.decide(ids, gates)
         return gates, ids
 
     return type(f"Ruled{stock.__name__}", (stock,), {"_compute_routing": _compute_routing, "__module__": __name__})
@@ -204,7 +204,7 @@ def _layer(name: str) -> Any:
 
 
 def _route(gates: Tensor, ids: Tensor, name: str) -> tuple[Tensor, Tensor]:
-    ids, gates = _layer(name).ace_layer.decide(ids, gates)
+    ids, gates = _layer(name).ace_decider.decide(ids, gates)
     return gates, ids
 
 

@@ -50,8 +50,8 @@ class _Collector:
             for phase in PHASES:
                 threshold.add_metric([self.model, engine, phase], report["threshold"][phase])
             if report["skip"] is not None:  # else only a threshold was set
-                for phase, value in Budget.parse(report["skip"]).by_phase.items():
-                    budget.add_metric([self.model, engine, phase], value)
+                for name, value in Budget.parse(report["skip"])._asdict().items():
+                    budget.add_metric([self.model, engine, name], value)
         yield threshold
         yield budget
 

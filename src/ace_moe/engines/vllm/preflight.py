@@ -6,10 +6,9 @@ from dataclasses import replace
 from functools import wraps
 from typing import Any
 
-from ...decider.settings import check_tables
-from ...sharing import located
-from ...tables import TABLES
+from ...plan.hub import located
 from ...tables.build import automatic_plan_path
+from ...tables.check import check_tables
 from . import KEY
 from .settings import Settings, file_hash, unknown_vllm
 from .skipping import CONFIGURED
@@ -72,5 +71,5 @@ def agreed(additional: dict[str, Any], settings: Settings, model: str) -> dict[s
 def _check_plan(settings: Settings, model: str) -> None:
     plan = settings.read(model)
     policy = settings.chosen(plan)
-    check_tables(plan, policy, set(TABLES))
+    check_tables(plan, policy)
     settings.check_budgets(plan, policy)

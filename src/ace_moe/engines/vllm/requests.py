@@ -40,7 +40,7 @@ def asked(params: Any) -> Budget | None:
 def carry(params: Any, budget: Budget) -> None:
     """Leave the budget in the parameters in full, for workers to read as it stands."""
     others = {k: v for k, v in params.extra_args.items() if not str(k).startswith(NAME)}
-    params.extra_args = {**others, NAME: budget.by_phase}
+    params.extra_args = {**others, NAME: budget._asdict()}
 
 
 def carried(params: Any) -> Budget | None:

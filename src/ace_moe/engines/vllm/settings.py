@@ -14,18 +14,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ...budget import NONE, Budget
 from ...checkpoint import MoEModel
-from ...decider.settings import check_tables, policy_for
-from ...decider.tracking import Control, look_up
+from ...decider.thresholds import Control, Thresholds, thresholds_for
 from ...errors import IntegrationError, OptionError, PlanError, PolicyError, brief
-from ...plan import Plan
-from ...policies import AUTO, Policy, choose
-from ...sharing import load_plan
-from ...tables import TABLES
+from ...plan import Lookup, Plan
+from ...plan.hub import load_plan
+from ...policies import AUTO, Policy, choose, policy_for
 from ...tables.build import add_tables, automatic_plan
+from ...tables.check import check_tables
 from . import KEY
 
 logger = logging.getLogger("vllm.ace_moe")
@@ -35,6 +33,7 @@ REFUSED = {
     "--enable-dbo": "dual batch overlap splits a step in two",
     "--ubatch-size": "microbatches are parts of a step, and what each token is goes by its place in the whole",
     "--kv-sharing-fast-prefill": "the last layers are given a prompt's last token alone, and cannot tell which it is",
+    "--enable-sleep-mode": "an engine that sleeps gives up the memory in which thresholds and counters lie",
     "--enable-return-routed-experts": "it stores ids in unsigned bytes, where a skipped slot has none",
 }
 EXECUTORS = ("auto", "native", "redirect")  # native: also what was read in vLLM's source and not tried on a GPU
@@ -139,11 +138,10 @@ class Settings:
     def control(self) -> Control:
         return "track" if self.track else "fixed"
 
-    def lookup(
-        self, plan: Plan, policy: Policy, budget: Budget, workload: str | None = None
-    ) -> tuple[Tensor, Tensor | None]:
-        """τ [3] by phase for a budget, and targets [3] where thresholds move by themselves."""
-        return look_up(plan, policy, budget.to_json(), workload or self.workload, self.control)
+    def lookup(self, plan: Plan, policy: Policy, budget: Budget, workload: str | None = None) -> Thresholds:
+        """τ by phase for a budget, on the server's text or another."""
+        lookup = Lookup(plan, policy.settings, workload or self.workload)
+        return thresholds_for(lookup, budget.check(plan.top_k, policy.min_active), self.control)
 
     @property
     def budgets(self) -> list[Budget]:
@@ -155,14 +153,13 @@ class Settings:
         for budget in self.budgets:
             self.lookup(plan, policy, budget)
 
-    def chosen(self, plan: Plan | None = None, served: bool = True) -> Policy:
-        """The policy that is meant, which a plan may choose; `served`: refuse one that cannot be served."""
+    def chosen(self, plan: Plan | None = None) -> Policy:
+        """The policy that is meant, which a plan may choose; refused if it cannot be served."""
         if plan is None:
             policy = choose(self.policy, self.preset, **self.policy_settings)
         else:
-            policy = policy_for(plan, self.policy, self.preset, self.workload, served=served, **self.policy_settings)
-        if served:
-            check_policy(policy)
+            policy = policy_for(plan, self.policy, self.preset, self.workload, served=True, **self.policy_settings)
+        check_policy(policy)
         return policy
 
     @property
@@ -183,15 +180,14 @@ class Settings:
         return load_plan(self.plan) if self.plan_sha256 is None else read_agreed(self.plan, self.plan_sha256)
 
     @plain_torch()
-    def open(self, model: str | Path, served: bool = True) -> tuple[Plan, Policy]:
-        """The plan and the policy, checked; tables that the policy reads and the plan lacks are made from the weights.
-
-        `served`: False where transformers runs it, which can do more.
-        """
-        self.chosen(served=served)  # what cannot be served is said before tables are computed
+    def open(self, model: str | Path) -> tuple[Plan, Policy]:
+        """The plan and the policy, checked; tables that the policy reads and the plan lacks are made from the weights."""
+        self.chosen()  # what cannot be served is said before tables are computed
         plan = self.read(model)
-        policy = self.chosen(plan, served)
-        check_tables(plan, policy, set(TABLES))
+        policy = self.chosen(plan)
+        check_tables(plan, policy)
+        if self.plan is None:
+            return automatic_plan(model, policy.tables), policy
         if plan.lacks(policy.tables) and self.allow_other_weights:  # or adding to the plan would be refused
             plan = plan.check_model(MoEModel.open(model).fingerprint(), allow_other_weights=True)
         return add_tables(plan, policy.tables, model), policy
@@ -252,19 +248,12 @@ def settings_of(vllm_config: Any) -> Settings | None:
 
 
 def check_policy(policy: Policy) -> None:
-    """Only methods that decide a token by its gates and tables can be served: batches there mix requests."""
-    if policy.servable:
+    """Refuse a method that looks at more than a token's gates and tables: batches mix requests here."""
+    if policy.by_token:
         return
-    if repair := getattr(policy, "compensate", None):
-        raise PolicyError(
-            f"compensate={repair!r} cannot be served: what stands in for skipped slots is added by our executors in "
-            "transformers alone. Leave it out."
-        )
-    why = "it decides by the batch or the sequence, which mix requests in a server"
-    if policy.needs_logits or policy.needs_norms:
-        why = "it needs router logits or expert outputs beside the gates"
     raise PolicyError(
-        f"Policy {policy.key!r} cannot be served: {why}. Policies ace, gsp, rcr, share and other token policies can."
+        f"Policy {policy.key!r} cannot be served: it looks at more than a token's gates and tables, such as its batch, router "
+        "logits or expert outputs. Policies ace, gsp, rcr, share and other token policies can."
     )
 
 
@@ -284,6 +273,7 @@ def refuse_unsupported(vllm_config: Any, traced: bool = False) -> None:
         "--enable-dbo": getattr(parallel, "enable_dbo", False),
         "--ubatch-size": getattr(parallel, "ubatch_size", 0) > 1,
         "--kv-sharing-fast-prefill": getattr(cache, "kv_sharing_fast_prefill", False),
+        "--enable-sleep-mode": getattr(vllm_config.model_config, "enable_sleep_mode", False),
         "--enable-return-routed-experts": getattr(vllm_config.model_config, "enable_return_routed_experts", False),
     }
     reasons = (

@@ -5,20 +5,18 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
 
 from ...budget import Budget
-from ...decider import Layer, Part, Runtime
+from ...decider import Decider, Deciders, Part, Thresholds
 from ...decider.rows import BUDGETS
-from ...decider.settings import check_threshold
+from ...decider.thresholds import check_threshold
 from ...errors import IntegrationError, OptionError, PlanError
 from ...kernels import usable
 from ...plan import structure_difference
 from . import KEY
-from .asleep import Asleep
 from .requests import carried
 from .settings import (
     Settings,
@@ -87,45 +85,54 @@ class Skipping:
         self.whole = vllm_config.parallel_config.pipeline_parallel_size == 1
         self.device = torch.device(vllm_config.device_config.device)
         self.classes = TokenClasses(vllm_config.scheduler_config.max_num_batched_tokens, self.device)
-        self.runtime = Runtime(plan, policy, BUDGETS, restore=restores(settings.restore))
+        self.deciders = Deciders(plan, policy, BUDGETS, restore=restores(settings.restore))
         self.skip: Budget | None = None  # the server's own; None where a threshold was set
         self.split = False
         self.owned: dict[str, int] = {}  # requests with budgets of their own, and the number of their budget
         self.budgets: list[Budget] = []  # of requests, from number 1 on; number 0 is the server's
         self.tracing = tracing_of(vllm_config, settings, plan.fingerprint, self.device)
         self.later: list[Callable[[], None]] = []  # what waits for vLLM's kernels: executors are chosen then
-        self.asleep: Asleep | None = None
         self.change(skip=settings.skip)
         logger.info("ACE: policy %s", json.dumps(policy.settings))
 
     # ---- layers -------------------------------------------------------------------------------------------------
 
-    def add(self, index: int, name: str, sizes: Mapping[str, int]) -> Layer | None:
-        """The decider of the layer with this number; None for a draft model's layer, which is left as it is."""
-        key, plan = str(index), self.runtime.plan
+    def add(self, index: int, name: str, sizes: Mapping[str, int], rank: int | None = None) -> Decider | None:
+        """The decider of the layer with this number; None for a draft model's layer, which is left as it is.
+
+        `rank`: of a rank that sees only its own part of every step (sequence parallel).
+        """
+        key, plan = str(index), self.deciders.plan
         structure = plan.fingerprint.structure
-        if key in self.runtime.layers or index >= self.decoder_layers:  # the model itself is built before its drafts
+        if key in self.deciders or index >= self.decoder_layers:  # the model itself is built before its drafts
             logger.warning("ACE: %s is of a draft model, of which the plan knows nothing: left unskipped.", name)
             return None
         if key not in structure:
             raise PlanError(
                 f"The plan has no layer {key} ({name}); it is of another model ({plan.model or 'unnamed'}) or this layer is "
-                "built in a way `ace tables` does not cover. Build one with `ace tables`."
+                "built in a way `ace plan` does not cover. Build one with `ace plan`."
             )
         expected = {n: v for n, v in structure[key].items() if n in sizes and v}
         difference = structure_difference({key: expected}, {key: sizes})
         if difference:
             raise PlanError(
-                f"The plan is of another model ({plan.model or 'unnamed'}): {difference}. Build one with `ace tables`."
+                f"The plan is of another model ({plan.model or 'unnamed'}): {difference}. Build one with `ace plan`."
             )
-        layer = self.runtime.add(key, SKIPPED, self.device, kernels=usable(self.device), opaque=False)
-        layer.tokens = self.classes
-        if self.tracing is not None:
-            layer.trace = self.tracing.keeper(key)
-        return layer
+        if rank is not None:
+            self._refuse_parts()
+            self.split = True
+        return self.deciders.add(
+            key,
+            skipped=SKIPPED,
+            tokens=self.classes if rank is None else RankClasses(self.classes, rank),
+            device=self.device,
+            kernels=usable(self.device),
+            opaque=False,
+            trace=None if self.tracing is None else self.tracing.keeper(key),
+        )
 
-    def divide(self, layer: Layer, rank: int) -> None:
-        """Have the layer see only this rank's part of every step."""
+    def _refuse_parts(self) -> None:
+        """Refuse what a rank that sees a part of every step cannot do."""
         if self.settings.track:
             raise IntegrationError(
                 "Thresholds cannot keep a budget by themselves (track) where ranks see parts of a step (sequence parallel): they "
@@ -135,11 +142,10 @@ class Skipping:
             raise IntegrationError(
                 "A rank that sees a part of each step (sequence parallel) cannot trace it. Leave out one."
             )
-        layer.tokens, self.split = RankClasses(self.classes, rank), True
 
     def ready(self) -> None:
         """Check, after the model is loaded and before it serves, that every layer is there, and choose how it runs."""
-        missing = sorted(set(self.runtime.plan.fingerprint.structure) - set(self.runtime.layers))
+        missing = sorted(set(self.deciders.plan.fingerprint.structure) - set(self.deciders))
         if self.whole and missing:
             raise IntegrationError(
                 f"vLLM runs layer {missing[0]} (and {len(missing) - 1} more) outside its common MoE layer, where ACE cannot "
@@ -147,17 +153,17 @@ class Skipping:
             )
         for choose in self.later:
             choose()
-        if self.settings.track and self.runtime.layers:
-            self.runtime.track()
-            last = max(self.runtime.layers, key=int)
-            self.runtime.layers[last].after = self.runtime.after_step
+        if self.settings.track and self.deciders:
+            self.deciders.control()
+            last = max(self.deciders, key=int)
+            self.deciders[last].after = self.deciders.after_step
 
     # ---- steps --------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
         """Forget what warm-ups ran: it is not a request's."""
         self.classes.clear()
-        self.runtime.reset()
+        self.deciders.reset()
         if self.tracing is not None:
             self.tracing.forget()
 
@@ -218,8 +224,8 @@ class Skipping:
         number = len(self.budgets) + 1
         if number == BUDGETS:
             raise OptionError(f"there is no room for a budget of {budget}.")
-        thresholds, targets = self.settings.lookup(self.runtime.plan, self.runtime.policy, budget)
-        self.runtime.set(thresholds, number, targets)
+        thresholds = self.settings.lookup(self.deciders.plan, self.deciders.policy, budget)
+        self.deciders.set(thresholds.tau, number, thresholds.targets)
         self.budgets.append(budget)
 
     # ---- control ------------------------------------------------------------------------------------------------
@@ -237,42 +243,31 @@ class Skipping:
         """
         if (skip is None) == (threshold is None) and (restore is None or skip is not None):
             raise OptionError('Give either a budget ("skip") or a threshold, not both and not none.')
-        thresholds = targets = None
+        thresholds = None
         if skip is not None:
             workload = workload or self.workload
-            thresholds, targets = self.settings.lookup(self.runtime.plan, self.runtime.policy, skip, workload)
+            thresholds = self.settings.lookup(self.deciders.plan, self.deciders.policy, skip, workload)
         elif threshold is not None:
-            thresholds = check_threshold(threshold)
+            thresholds = Thresholds(check_threshold(threshold))
         if restore is not None:
-            self.runtime.restore(restore)
+            self.deciders.restore(restore)
         if thresholds is not None:
-            self.runtime.set(thresholds, targets=targets)
+            self.deciders.set(thresholds.tau, targets=thresholds.targets)
             self.skip, self.workload = skip, workload or self.workload
-            said = ", ".join(f"{tau:.6f}" for tau in thresholds.tolist())
+            said = ", ".join(f"{tau:.6f}" for tau in thresholds.tau.tolist())
             logger.info("ACE: budget %s: τ = %s in prefill, decode and verify", skip, said)
 
     def reset(self) -> None:
         """Set counters to zero."""
-        self.runtime.reset()
-
-    def lie_down(self) -> None:
-        """The engine is about to sleep."""
-        self.asleep = self.asleep or Asleep(self.part(), (self.classes.buffer, *self.runtime.tensors()))
-
-    def get_up(self, tags: Sequence[str] | None) -> None:
-        """Some of its memory, or all, is there again."""
-        if self.asleep is not None and self.asleep.wakes(tags):
-            self.asleep = None
+        self.deciders.reset()
 
     def part(self, **place: Any) -> Part:
         """What this process has to say for a report."""
-        if self.asleep is not None:
-            return replace(self.asleep.part, **place)
         if self.tracing is not None:  # nobody waits for the last step of a busy hour
             self.tracing.flush()
             self.tracing.save()
         skip = None if self.skip is None else self.skip.to_json()
-        return self.runtime.part(skip=skip, split=self.split, budgets=[str(b) for b in self.budgets], **place)
+        return self.deciders.part(skip=skip, split=self.split, budgets=[str(b) for b in self.budgets], **place)
 
 
 def restores(wanted: bool | None) -> bool:

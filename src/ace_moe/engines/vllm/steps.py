@@ -18,7 +18,6 @@ from torch import Tensor
 
 from ...decider.rows import PADDING, row_of
 from ...errors import IntegrationError
-from .asleep import hook_sleep
 
 PREFILL, DECODE, VERIFY = (row_of(phase) for phase in ("prefill", "decode", "verify"))
 KINDS = np.array([PREFILL, DECODE, VERIFY], dtype=np.int8)
@@ -124,9 +123,6 @@ class TokenClasses:
             )
         return self.buffer[start : start + tokens]
 
-    def length(self, tokens: int) -> int:
-        return 0
-
 
 class RankClasses:
     """The classes of a rank that sees its own part of every step (sequence parallel)."""
@@ -145,9 +141,6 @@ class RankClasses:
     def rows(self, tokens: int, device: torch.device) -> Tensor:
         return self.all.rows(tokens, device, self.rank * tokens)
 
-    def length(self, tokens: int) -> int:
-        return 0
-
 
 # ---- where they come from -------------------------------------------------------------------------------------------
 
@@ -161,7 +154,6 @@ def listen(find: Callable[[Any], Any]) -> None:
     from vllm.v1.worker import gpu_model_runner, gpu_worker
 
     hook_worker(gpu_worker.Worker, find)
-    hook_sleep(gpu_worker.Worker, find)
     hook_runner(gpu_model_runner.GPUModelRunner, "_prepare_inputs", step_v1, find)
     try:
         from vllm.v1.worker.gpu import model_runner

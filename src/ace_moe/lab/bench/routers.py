@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from ...checkpoint.model import MoEModel
 from ...errors import OptionError, StructureError
-from ...mapping.fit import bisect
+from ...mapping.recipe import bisect
 
 UNIFORM, FLAT, SKEWED = "uniform", "flat", "skewed"
 KINDS = (UNIFORM, FLAT, SKEWED)

@@ -17,7 +17,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from ...ace import ACE
 from ...engines.transformers.experts import UNRULED
 from ...errors import IntegrationError, OptionError
-from ...mapping.fit import bisect
+from ...mapping.recipe import bisect
 from ...plan import Plan
 from ...tables.build import build_plan
 from ...text import Windows
@@ -219,13 +219,14 @@ class Bench:
 
     def _bytes(self, executed: float) -> float:
         """Weights one decode step must read: all but embeddings and the experts nobody needs."""
-        layers = list(self.ace.runtime.layers.values())
-        experts = {id(p) for layer in layers if (owner := layer.owner()) is not None for p in owner.parameters()}
+        assert self.ace.attachment is not None
+        experts = {id(p) for module in self.ace.attachment.experts() for p in module.parameters()}
+        routed = next(iter(self.ace.deciders.values())).experts
         sizes = [(p.numel() * p.element_size(), id(p) in experts) for p in self.model.parameters()]
         embeddings, head = self.model.get_input_embeddings().weight, self.model.get_output_embeddings()
         unread = 0 if head is not None and head.weight is embeddings else embeddings.numel() * embeddings.element_size()
         dense = sum(size for size, expert in sizes if not expert) - unread
-        return dense + sum(size for size, expert in sizes if expert) * executed / layers[0].mark
+        return dense + sum(size for size, expert in sizes if expert) * executed / routed
 
 
 def _middle(times: Sequence[Timing]) -> Timing:

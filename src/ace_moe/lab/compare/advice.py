@@ -7,7 +7,7 @@ from typing import Any
 
 from ...errors import AceError
 from ...policies import POLICIES, PRESETS
-from ...policies.base import ALIGNED
+from ...tables import TABLES
 from .grid import CITED, made, parse_method
 
 NEAR = 0.05  # nats a token: as far as is advised to go
@@ -22,7 +22,7 @@ def advise(results: Results) -> Results | None:
     """Words and commands, from cells whose method needs no text of its own and can be served; None if there are none."""
     ways: Ways = {}
     for cell in results["cells"]:
-        if "kl" in cell and cell["gain"] != ALIGNED and usable(cell["method"]):
+        if "kl" in cell and usable(cell["method"]):
             ways.setdefault((cell["method"], cell["gain"]), []).append(cell)
     if not ways:
         return None
@@ -40,7 +40,7 @@ def usable(method: str) -> bool:
         policy = made(method) if parse_method(method)[0] in {*POLICIES, *PRESETS} else None
     except AceError:
         return False
-    return policy is not None and policy.servable and not policy.calibrated
+    return policy is not None and policy.by_token and set(policy.needs) <= set(TABLES)
 
 
 def nearest(ways: Ways) -> list[Results]:

@@ -17,12 +17,14 @@ from ...budget import check_budget
 from ...checkpoint import MoEModel
 from ...errors import AceError, ModelError, OptionError, PlanError
 from ...mapping.fit import Fit, Histogram
-from ...mapping.recipe import fit_budgets, prepare
+from ...mapping.recipe import fit_budgets
 from ...plan import Plan, missing_table
 from ...policies import Policy
 from ...scoring.predictions import Score
 from ...scoring.statistics import perplexity_change, perplexity_interval, relative_change, token_interval
 from ...tables.build import add_tables
+from ..policies import calibrated, prepare
+from ..policies.oracle import Oracle
 from .grid import Grid, Key, class_of
 from .oracle import by_expert, table_correlation
 from .store import begin_run, open_results, write_json
@@ -49,7 +51,7 @@ def compare(subject: Subject, grid: Grid, path: Path, facts: Results) -> Results
     missing = [key for key in grid if key not in finished]
     results["grid"] = merged_grid(results.get("grid"), grid)
     # these look at every expert's output: they save nothing and show what a perfect score could reach
-    results["references"] = [m for m in results["grid"]["methods"] if class_of(m).needs_norms]
+    results["references"] = [m for m in results["grid"]["methods"] if issubclass(class_of(m), Oracle)]
     results["refused"] = {m: why for m, why in results.get("refused", {}).items() if m not in grid.methods}
     if missing or "dense" not in results:
         number = begin_run(results, record)
@@ -99,7 +101,7 @@ class Run:
         ready = {
             m: made for m, gain in first.items() if (made := self._tried(m, self.grid.policy, m, gain)) is not None
         }
-        free = {method: policy for method, policy in ready.items() if not policy.calibrated}
+        free = {method: policy for method, policy in ready.items() if not calibrated(policy)}
         plan = self.subject.plan
         for method, policy in free.items():
             plan = self._tried(method, add_tables, plan, policy.tables, self.subject.model) or plan
@@ -150,8 +152,8 @@ class Run:
             policy = self._tried(method, lambda g: self._ready(plan, self.grid.policy(method, g)), gain)
             if policy is None:
                 continue
-            with self.subject.under(policy, plan) as runtime:
-                passes = Recorder(runtime, self.subject)
+            with self.subject.under(policy, plan) as deciders:
+                passes = Recorder(deciders, self.subject)
                 for key in (k for k in keys if k.gain == gain):
                     self._try(key, passes, dense)
                     self.task.advance()
@@ -190,7 +192,7 @@ class Run:
 
     def _ready(self, plan: Plan, policy: Policy) -> Policy:
         if lacking := plan.lacks(policy.tables):
-            raise PlanError(missing_table(policy.key, lacking[0], policy.calibrated))
+            raise PlanError(missing_table(policy.key, lacking[0]))
         return policy
 
 

@@ -10,8 +10,8 @@ from ...errors import OptionError
 from ...plan import Plan, typed
 from ...policies import POLICIES, PRESETS, Policy, find, make
 from ...policies import parse as parse_method
-from ...policies.base import ALIGNED
 from ...rule import GAINS
+from ..policies import LAB_POLICIES, calibrated
 
 CITED = "cited"  # each method with the gain of its own paper
 FIRST = ("fixed", "share", "share:squared=true", "top_p:squared=true", "ace", "paper")  # where none are named
@@ -70,7 +70,7 @@ class Grid:
     @property
     def calibrated(self) -> bool:
         """Whether any of the methods needs a text."""
-        return ALIGNED in self.gains or any(class_of(method).calibrated for method in self.methods)
+        return any(calibrated(made(method)) for method in self.methods)
 
 
 def class_of(method: str) -> type[Policy]:
@@ -99,9 +99,9 @@ def written(settings: Mapping[str, Any]) -> str:
 def parse_methods(text: str) -> tuple[str, ...]:
     """ "all", or names of policies with settings after colons: "share,ace:fusion=min"."""
     named = tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
-    methods = tuple(POLICIES) if named == ("all",) else named
+    methods = (*POLICIES, *LAB_POLICIES) if named == ("all",) else named
     if not methods:
-        raise OptionError(f"No method was named. Choose all, or some of: {', '.join(POLICIES)}.")
+        raise OptionError(f"No method was named. Choose all, or some of: {', '.join((*POLICIES, *LAB_POLICIES))}.")
     for method in methods:
         made(method)
     return methods
@@ -109,8 +109,7 @@ def parse_methods(text: str) -> tuple[str, ...]:
 
 def parse_gains(text: str) -> tuple[str, ...]:
     gains = tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
-    wrong = [gain for gain in gains if gain not in (*GAINS, ALIGNED, CITED)]
+    wrong = [gain for gain in gains if gain not in (*GAINS, CITED)]
     if wrong or not gains:
-        known = ", ".join((*GAINS, ALIGNED))
-        raise OptionError(f"gains are some of {known} and {CITED} (each method's own), not {text!r}.")
+        raise OptionError(f"gains are some of {', '.join(GAINS)} and {CITED} (each method's own), not {text!r}.")
     return gains

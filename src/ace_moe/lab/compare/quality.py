@@ -36,10 +36,10 @@ def run(
     known = results.get("nll", [])
     if ace is not None:
         ace.reset()
-        ace.runtime.restore_counts(results.get("counts", {}))
+        ace.deciders.continue_counts(results.get("counts", {}))
 
     def save(nll: list[float]) -> None:
-        counts = {} if ace is None else ace.runtime.counts()
+        counts = {} if ace is None else ace.deciders.counts()
         results["nll"], results["counts"] = list(nll), {key: c.tolist() for key, c in counts.items()}
         if path is not None:
             write_json(path, results)

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ...checkpoint import MoEModel
-from ...decider import Runtime
+from ...decider import Deciders
 from ...decider.report import ratio
 from ...mapping.fit import Histogram
 from ...mapping.passes import Counted, Passes, attached, observe
@@ -39,7 +39,7 @@ class Subject:
     calibration: Windows | None = None  # text for the policies that need one
     reference: Reference = field(default_factory=Reference)  # the unskipped model's predictions
 
-    def under(self, policy: Policy, plan: Plan | None = None) -> AbstractContextManager[Runtime]:
+    def under(self, policy: Policy, plan: Plan | None = None) -> AbstractContextManager[Deciders]:
         """The policy in the model, on the torch path: kernels know some policies only, and rounding would differ."""
         return attached(self.model, plan or self.plan, policy)
 
@@ -98,10 +98,10 @@ class Outcome:
 class Recorder(Passes):
     """Passes under an attached policy that remember, for each τ, what it did."""
 
-    def __init__(self, runtime: Runtime, subject: Subject, faithful: bool = True):
+    def __init__(self, deciders: Deciders, subject: Subject, faithful: bool = True):
         """`faithful`: whether passes are held against the unskipped model."""
         run = partial(score, whole=self._whole) if faithful else score
-        super().__init__(runtime, subject.model, subject.windows, subject.batch, run, subject.calibration)
+        super().__init__(deciders, subject.model, subject.windows, subject.batch, run)
         self.subject = subject
         self.outcomes: dict[float, Outcome] = {}
         self.asked: list[float] = []  # every τ, whether a pass was needed for it or not
@@ -124,11 +124,11 @@ class Recorder(Passes):
         return self.outcomes[threshold]
 
     def _run(self, threshold: float) -> Histogram:
-        with _by_expert(self.runtime) as counted:
+        with _by_expert(self.deciders) as counted:
             seen = super().__call__(threshold)
-        layers = {key: ratio(c.sum(0)) for key, c in self.runtime.counts().items()}
+        layers = {key: ratio(c.sum(0)) for key, c in self.deciders.counts().items()}
         experts = {key: _ratios(counts) for key, counts in counted.items()}
-        self.outcomes[threshold] = Outcome(self.results[threshold], self.runtime.realised, layers, experts)
+        self.outcomes[threshold] = Outcome(self.results[threshold], self.deciders.realised, layers, experts)
         return seen
 
 
@@ -138,16 +138,16 @@ def by_quantile(policy: Policy) -> TypeGuard[TokenPolicy]:
 
 
 @contextmanager
-def _by_expert(runtime: Runtime) -> Iterator[dict[str, Tensor]]:
+def _by_expert(deciders: Deciders) -> Iterator[dict[str, Tensor]]:
     """Routed and executed slots by expert, [2, E + 1] for each layer; they grow inside, without a host sync."""
-    counted = {key: layer.counts.new_zeros(2, layer.mark + 1) for key, layer in runtime.layers.items()}
+    counted = {key: layer.counts.new_zeros(2, layer.skipped + 1) for key, layer in deciders.items()}
 
     def add(key: str, routing: Routing, protected: Tensor | None, decision: Decision) -> None:
-        ran = torch.where(decision.keep, decision.ids, runtime.layers[key].mark)
+        ran = torch.where(decision.keep, decision.ids, deciders[key].skipped)
         both = torch.stack([routing.ids, ran]).flatten(1).long()
         counted[key].scatter_add_(1, both, torch.ones_like(both))
 
-    with runtime.observed(lambda key: partial(add, key)):
+    with deciders.observed(lambda key: partial(add, key)):
         yield counted
 
 

@@ -16,11 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from ... import progress
-from ...decider import Runtime
+from ...decider import Deciders
 from ...errors import OptionError, PolicyError
-from ...mapping import fit as mapping
-from ...mapping.fit import Histogram
-from ...mapping.recipe import fit_budgets
+from ...mapping.fit import Histogram, quantile_fits
+from ...mapping.recipe import corrected_fit, fit_budgets, search
 from ...policies import Policy
 from ...text import Windows
 from .store import open_results, write_json
@@ -91,9 +90,9 @@ def _workload(
     todo = [b for b in setup.budgets if (name, b) not in known]
     if not todo:
         return
-    with setup.subject.under(setup.policy) as runtime:
+    with setup.subject.under(setup.policy) as deciders:
         runs = {
-            w.workload.name: Recorder(runtime, replace(setup.subject, windows=w), faithful=False) for w in workloads
+            w.workload.name: Recorder(deciders, replace(setup.subject, windows=w), faithful=False) for w in workloads
         }
         seen = {other: run(0.0) for other, run in runs.items()} if not setup.measured else {name: runs[name](0.0)}
         for budget in todo:
@@ -118,17 +117,17 @@ def cost(setup: Study, windows: Windows) -> list[Results]:
     ways: dict[str, Callable[[Recorder], list[float]]] = {
         "quantile": lambda run: _quantile(run, setup.budgets, correct=False),
         "quantile, corrected": lambda run: _quantile(run, setup.budgets, correct=True),
-        "binary search": lambda run: [mapping.search(run, b, TOLERANCE).threshold for b in setup.budgets],
+        "binary search": lambda run: [search(run, b, TOLERANCE).threshold for b in setup.budgets],
         "frontier walk": lambda run: _walk(run, setup.budgets, setup.points),
     }
-    with setup.subject.under(setup.policy) as runtime:
+    with setup.subject.under(setup.policy) as deciders:
         subject = replace(setup.subject, windows=windows)
-        return [_timed(name, way, runtime, subject, setup.budgets) for name, way in ways.items()]
+        return [_timed(name, way, deciders, subject, setup.budgets) for name, way in ways.items()]
 
 
 def _quantile(run: Recorder, wanted: Sequence[float], correct: bool) -> list[float]:
-    fits = mapping.quantile_fits(run(0.0), wanted)
-    return [mapping.correct(run, f, TOLERANCE).threshold if correct else f.threshold for f in fits]
+    fits = quantile_fits(run(0.0), wanted)
+    return [corrected_fit(run, f, TOLERANCE).threshold if correct else f.threshold for f in fits]
 
 
 def _walk(run: Recorder, wanted: Sequence[float], points: int) -> list[float]:
@@ -143,9 +142,9 @@ def _walk(run: Recorder, wanted: Sequence[float], points: int) -> list[float]:
 
 
 def _timed(
-    name: str, way: Callable[[Recorder], list[float]], runtime: Runtime, subject: Subject, wanted: Sequence[float]
+    name: str, way: Callable[[Recorder], list[float]], deciders: Deciders, subject: Subject, wanted: Sequence[float]
 ) -> Results:
-    run, start = Recorder(runtime, subject, faithful=False), time.perf_counter()
+    run, start = Recorder(deciders, subject, faithful=False), time.perf_counter()
     thresholds = way(run)
     passes, seconds = run.count, time.perf_counter() - start
     realised = [run.outcome(tau).realised for tau in thresholds]  # what was not run is, after the clock stopped

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ... import progress
-from ...decider import Runtime
+from ...decider import Deciders
 from ...decider.rows import PHASES
 from ...engines.traces.collector import Collector
 from ...engines.traces.record import Skip, Trace
@@ -18,16 +18,16 @@ from ...text import Windows
 
 
 @torch.inference_mode()
-def read(model: PreTrainedModel, runtime: Runtime, windows: Windows, skip: Skip = 0.0, batch: int = 1) -> Trace:
-    """What the routers say while the model, to which the runtime is attached, reads the text under this budget."""
-    collector = Collector(runtime.plan.fingerprint, windows.ids.numel(), runtime.plan.model)
+def read(model: PreTrainedModel, deciders: Deciders, windows: Windows, skip: Skip = 0.0, batch: int = 1) -> Trace:
+    """What the routers say while the model, to which the deciders is attached, reads the text under this budget."""
+    collector = Collector(deciders.plan.fingerprint, windows.ids.numel(), deciders.plan.model)
     seen: dict[str, tuple[Tensor, Tensor]] = {}
     phase, budget = PHASES.index("prefill"), collector.budget(skip)
 
     def see(key: str, routing: Routing, protected: Tensor | None, decision: Decision) -> None:
         seen[key] = routing.ids, routing.gates
 
-    with runtime.observed(lambda key: partial(see, key)), progress.task("windows", len(windows.ids)) as task:
+    with deciders.observed(lambda key: partial(see, key)), progress.task("windows", len(windows.ids)) as task:
         for number, ids in enumerate(windows.batches(batch)):
             model(input_ids=ids.to(model.device), use_cache=False)
             requests = torch.arange(number * batch, number * batch + len(ids)).repeat_interleave(ids.shape[1])

@@ -70,8 +70,8 @@ class Trials:
         if len(rows) >= count:
             return
         self.look([policy])
-        with attached(self.model, self.plan, policy, self.sites) as runtime:
-            passes = Passes(runtime, self.model, windows_of(self.windows.ids[: self.every // 2], ""))  # none held out
+        with attached(self.model, self.plan, policy, self.sites) as deciders:
+            passes = Passes(deciders, self.model, windows_of(self.windows.ids[: self.every // 2], ""))  # none held out
             while len(rows) < count:
                 rows.append(self._row(passes, len(rows), self.taus(policy)))
                 self.journal.save()
@@ -85,7 +85,7 @@ class Trials:
             passes.set(tau)
             logits = predict(self.model, ids)
             kl, agreement, _ = compare(whole, logits)[0].tolist()
-            row.append([kl, agreement, float(window_nll(logits, ids.to(logits.device))[0]), passes.runtime.realised])
+            row.append([kl, agreement, float(window_nll(logits, ids.to(logits.device))[0]), passes.deciders.realised])
         return row
 
     def _whole(self, passes: Passes, number: int, ids: torch.Tensor) -> torch.Tensor:

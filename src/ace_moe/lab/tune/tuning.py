@@ -24,7 +24,6 @@ from ...mapping.recipe import Save, map_budgets
 from ...mapping.unfinished import Journal
 from ...plan import Plan
 from ...policies import TokenPolicy
-from ...policies.base import ALIGNED, MEAN
 from ...scoring.predictions import predicts
 from ...text import Windows
 from ...version import __version__
@@ -62,36 +61,25 @@ def tune(
     budgets: Sequence[object],
     *,
     path: str | Path | None = None,
-    mean: bool = True,
-    aligned: bool = False,
     save: Save = lambda plan: None,
 ) -> Tuned:
     """The plan with what suits this model on this text: thresholds at the budgets, and a recommendation with its evidence.
 
-    `path`: where the plan lies; a search that is stopped goes on from a file beside it. `mean`: whether the mean of skipped
-    experts is tried, which engines other than transformers cannot run. `aligned`: likewise whether skipped sums are aligned;
-    that choice holds at the budgets alone.
+    `path`: where the plan lies; a search that is stopped goes on from a file beside it.
     """
     wanted = sorted({check_budget(b, plan.top_k) for b in budgets} - {0.0})
     _check(model, windows, wanted)
     journal = Journal(path, _identity(model, plan, windows, wanted))
     search = Search(model, plan, windows, wanted, journal)
-    best, plain = search.run(mean, aligned)
-    choice, runner_up = search.choose(best)
-    served = choice if choice.compensate is None else search.choose(plain)[0]
+    choice, runner_up = search.choose(search.run())
     recommendation = {
         "settings": choice.settings,
-        "served": served.settings,
         "budgets": wanted,
         "text": vars(windows.workload),
         "evidence": search.evidence(choice, runner_up),
     }
-    for policy in dict.fromkeys([served, choice]):  # newest last: what `auto` takes
-        mapped = map_budgets(
-            model, search.with_tables_of(plan, policy), policy, windows, wanted, judged=True, save=save
-        )
-        plan = mapped.plan
-    plan = replace(plan, recommendation=recommendation)
+    mapped = map_budgets(model, search.with_tables_of(plan, choice), choice, windows, wanted, judged=True, save=save)
+    plan = replace(mapped.plan, recommendation=recommendation)
     save(plan)
     journal.remove()
     return Tuned(plan, choice, search.table(), search.plan)
@@ -124,21 +112,18 @@ class Search(Trials):
 
     # ---- stages -------------------------------------------------------------------------------------------------
 
-    def run(self, mean: bool, aligned: bool) -> tuple[list[TokenPolicy], list[TokenPolicy]]:
-        """(the best candidates, the best in which nothing stands in for skipped slots), read to the end of the part."""
-        with progress.task("measurements", self._most(mean, aligned)) as self.task:
+    def run(self) -> list[TokenPolicy]:
+        """The best candidates, read to the end of the part."""
+        with progress.task("measurements", self._most()) as self.task:
             self.task.done = self.task.before = self.journal.windows
             best = self.stage(candidates.scores())
             fitted = replace(best[0], gain=self._fitted(best[0]))  # the table of fitted gains belongs to the first
             best = self.stage([*best, *varied(best, "gain", candidates.GAINS), fitted])
             best = self.stage([*best, *varied(best, "factor", self._factors(best[0]))])
-            plain = self.stage([*best, *varied(best, "min_active", candidates.FLOORS)])
-            repaired = [*candidates.means(plain)] if mean and self.has([MEAN]) else []
-            repaired += varied(plain, "compensate", [ALIGNED]) if aligned else []
-            best = self.stage([*plain, *repaired]) if repaired else plain
-            for policy in dict.fromkeys([*plain, *best, BASELINE]):
+            best = self.stage([*best, *varied(best, "min_active", candidates.FLOORS)])
+            for policy in dict.fromkeys([*best, BASELINE]):
                 self.measure(policy, self.every)
-        return best, plain
+        return best
 
     def stage(self, pool: Iterable[TokenPolicy]) -> list[TokenPolicy]:
         """The best of a pool, of which fewer go on each time that more windows are read."""
@@ -152,11 +137,11 @@ class Search(Trials):
             left = self.ranked(left, Part(0, count))[: max(BEST, math.ceil(len(left) / KEPT))]
         return left[:BEST]
 
-    def _most(self, mean: bool, aligned: bool) -> int:
+    def _most(self) -> int:
         """Measurements if every stage has all its candidates."""
-        sizes = [len(candidates.SCORES), BEST * 5 + 1, BEST * 3, BEST * 2, BEST * (3 * mean + aligned)]
+        sizes = [len(candidates.SCORES), BEST * 5 + 1, BEST * 3, BEST * 2]
         each = [2 * n + 2 * math.ceil((n + BEST) / KEPT) + 2 * BEST for n in sizes]
-        return sum(each) + 2 * BEST * max(0, self.every - ROUNDS[-1])
+        return sum(each) + BEST * max(0, self.every - ROUNDS[-1])
 
     # ---- tables that the text gives -----------------------------------------------------------------------------
 
