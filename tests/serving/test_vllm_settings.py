@@ -55,7 +55,7 @@ def test_policies_that_decide_by_the_batch_are_refused() -> None:
 def test_the_newest_thresholds_that_can_be_served(demo_plan: Plan) -> None:
     """What was mapped for transformers alone does not keep a server from starting."""
     rest = {"budget": 0.3, "threshold": 0.1, "realised": 0.3, "corrected": True, "passes": 1}
-    text, names = Workload("a.txt", "0" * 64, 64), ("gsp", "share:compensate=mean", "pesf")
+    text, names = Workload("a.txt", "0" * 64, 64), ("gsp", "pesf")
     entries = [Threshold(**make(name).settings, **rest, workload=text) for name in names]  # type: ignore[arg-type]
     plan = demo_plan.with_thresholds(entries)
     assert Settings().chosen(plan).key == "gsp" and Settings().chosen(plan, served=False).key == "pesf"

@@ -192,11 +192,6 @@ def check_policy(policy: Policy) -> None:
     """Only methods that decide a token by its gates and tables can be served: batches there mix requests."""
     if policy.servable:
         return
-    if repair := getattr(policy, "compensate", None):
-        raise PolicyError(
-            f"compensate={repair!r} cannot be served: what stands in for skipped slots is added by our executors in "
-            "transformers alone. Leave it out."
-        )
     raise PolicyError(
         f"Policy {policy.key!r} cannot be served: it looks at more than a token's gates and tables, such as its batch, router "
         "logits or expert outputs. Policies ace, gsp, rcr, share and other token policies can."
