@@ -8,13 +8,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from ..errors import BudgetError, OutputError
+from ..errors import BudgetError, OptionError, OutputError
 from . import options as opt
 from . import show
-from .common import check_texts, made_of, note, out, parse_budgets, print_json, reachable, say, warn_of_loss
-from .groups import Deciding, Loading, command
+from .app import command
+from .common import check_texts, made_of, parse_budgets, reachable, warn_of_loss
+from .groups import Deciding, Loading
 from .options import option
-from .outputs import check_output
+from .outputs import check_output, check_writable
+from .terminal import note, out, print_json, say
 
 if TYPE_CHECKING:
     from ..plan import Plan
@@ -56,6 +58,8 @@ def plan(
 
     Stopped by Ctrl-C, the same command goes on. --no-correct and --no-fidelity leave the first pass alone.
     """
+    if tables and text:
+        raise OptionError("--tables makes no pass over a text: leave --text out.")
     if tables:
         return _add_tables(model, output, loading.device, as_json)
     from ..checkpoint import MoEModel
@@ -121,7 +125,7 @@ def _open(model: str, path: Path) -> Plan:
     from ..tables.build import build_plan
 
     if path.exists():
-        show.check_writable(path)
+        check_writable(path)
         return Plan.load(path)
     if path.suffix != ".safetensors" and len(path.parts) == 2 and not path.parent.is_dir():
         raise OutputError(
