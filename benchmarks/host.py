@@ -82,7 +82,7 @@ class Way:
         layers = [layer for layer in self._layers() if layer.owner() is not None]
         rows = [vars(layer.owner())[HOST].near.row for layer in layers]
         ends = [
-            layer.watch(lambda routing, _, decision, row=row: seen.append(_far(row, routing, decision)))
+            layer.observe(lambda routing, _, decision, row=row: seen.append(_far(row, routing, decision)))
             for layer, row in zip(layers, rows, strict=True)
         ]
         with torch.no_grad():
@@ -92,7 +92,7 @@ class Way:
         return statistics.mean(seen)
 
     def _layers(self) -> list[Any]:
-        return list(self.ace.runtime.layers.values())
+        return list(self.ace.deciders.values())
 
 
 def _far(row: torch.Tensor, routing: Any, decision: Any) -> float:

@@ -1,12 +1,11 @@
 """One MoE layer: our kernels against stock grouped_mm and vLLM's, and what deciding costs. Qwen3-30B-A3B shapes, uniform routing.
 
-    python benchmarks/layer.py [--parts experts deciding equal mean] [--tokens 1 2 4 …] [--profile] [--out FILE]
+    python benchmarks/layer.py [--parts experts deciding equal] [--tokens 1 2 4 …] [--profile] [--out FILE]
 
 experts   the experts alone, nothing skipped and 60 %
 deciding  microseconds of the rule's launch by policy, and of routing and rule in one
 equal     router, rule and experts by policy, each at the τ at which it reads as many experts as the others; where a batch
           needs every expert whatever is skipped, at the τ at which it runs as many slots
-mean      the experts with the mean of skipped ones added, against the same slots without, timed in turn
 
 Every time is a CUDA graph over 8 layers' distinct weights and routings, or over 64 launches of the rule; medians. `bytes`
 counts each needed expert once.
@@ -14,18 +13,18 @@ counts each needed expert once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 
 import torch
 from check_gpu import experts_module
-from running import Row, in_turn, made_here, parser, settled, store
+from running import Row, made_here, parser, settled, store
 from torch import Tensor
 from transformers.integrations.moe import grouped_mm_experts_forward
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 from tune import EXPERTS, HIDDEN, MIDDLE, TOP_K, graph_time, layer, routing
 
-from ace_moe.decider import Layer, row_of
+from ace_moe.decider import Decider, row_of
 from ace_moe.decider.rows import Same
 from ace_moe.decider.state import State
 from ace_moe.kernels import experts
@@ -82,14 +81,22 @@ def measure(tokens: int, skip: float, weights: list[Weights], modules: list[Qwen
 # ---- deciding --------------------------------------------------------------------------------------------------------
 
 
-def decider(policy: str, tau: float = 0.0) -> Layer:
+def decider(policy: str, tau: float = 0.0) -> Decider:
     """A layer that decides as an engine's does, all tokens decode."""
     made, state = make(policy), State()
     state.set(torch.full((4,), tau))
     tables = {name: torch.rand(EXPERTS) + 0.5 for name in made.tables}
-    found = Layer("0", made, tables, state, EXPERTS, device=DEVICE, kernels=True, opaque=False)
-    found.tokens = Same(row_of("decode"))
-    return found
+    return Decider(
+        "0",
+        made,
+        tables,
+        state,
+        experts=EXPERTS,
+        tokens=Same(row_of("decode")),
+        device=DEVICE,
+        kernels=True,
+        opaque=False,
+    )
 
 
 def many(step: Callable[[], object]) -> float:
@@ -112,14 +119,14 @@ def deciding(tokens: int) -> Row:
 # ---- policies at equal reads -----------------------------------------------------------------------------------------
 
 
-def reads(made: Layer, logits: list[Tensor]) -> tuple[float, float]:
+def reads(made: Decider, logits: list[Tensor]) -> tuple[float, float]:
     """(experts read in the mean of the steps, share of slots kept), logits [T, E] of each step."""
     kept = [ids[ids < EXPERTS] for ids, _ in (made.route(z, KIND, torch.bfloat16) for z in logits)]
     slots = sum(len(z) for z in logits) * TOP_K
     return sum(len(k.unique()) for k in kept) / len(kept), sum(len(k) for k in kept) / slots
 
 
-def meet(made: Layer, logits: list[Tensor], target: tuple[float, float], rounds: int = 20) -> float:
+def meet(made: Decider, logits: list[Tensor], target: tuple[float, float], rounds: int = 20) -> float:
     """Sets and returns the τ of the target's reads, or of its slots where it reads all experts: both fall as τ grows."""
     which = int(target[0] > 0.95 * EXPERTS)
 
@@ -130,7 +137,7 @@ def meet(made: Layer, logits: list[Tensor], target: tuple[float, float], rounds:
     return use(made, settled(saved, -target[which], rounds))
 
 
-def use(made: Layer, tau: float) -> float:
+def use(made: Decider, tau: float) -> float:
     made.state.set(torch.full((4,), tau))
     return tau
 
@@ -153,23 +160,7 @@ def equal(tokens: int, weights: list[Weights], skip: float) -> list[Row]:
     return rows
 
 
-def with_mean(tokens: int, skip: float, weights: list[Weights]) -> Row:
-    inputs = [routing(tokens, skip, seed) for seed in range(len(weights))]
-    every = [routing(tokens, 0.0, seed)[1] for seed in range(len(weights))]  # the same experts, none skipped
-    coded = [(x, torch.where(ids < EXPERTS, ids, -2 - e), g) for (x, ids, g), e in zip(inputs, every, strict=True)]
-    means = [torch.randn(EXPERTS, HIDDEN, device=DEVICE).bfloat16() for _ in weights]
-    steps = (partial(run_all, inputs, weights, [None] * len(means)), partial(run_all, coded, weights, means))
-    ways = {name: partial(graph_time, step) for name, step in zip(("plain", "mean"), steps, strict=True)}
-    times = [sorted(found)[2] / len(weights) for found in in_turn(ways, 5).values()]
-    found = {"plain_us": times[0], "mean_us": times[1], "change": times[1] / times[0] - 1}
-    return {"tokens": tokens, "skip": skip, **found}
-
-
-def run_all(inputs: list[Routed], weights: list[Weights], means: Sequence[Tensor | None]) -> list[Tensor]:
-    return [experts.run(*i, w, m) for i, w, m in zip(inputs, weights, means, strict=True)]
-
-
-def whole(made: Layer, steps: list[tuple[Tensor, Tensor, Weights]]) -> list[Tensor]:
+def whole(made: Decider, steps: list[tuple[Tensor, Tensor, Weights]]) -> list[Tensor]:
     return [experts.run(x, *made.route(z, KIND, torch.bfloat16), w) for x, z, w in steps]
 
 
@@ -215,7 +206,7 @@ def shown(rows: list[Row]) -> list[Row]:
 
 def main() -> None:
     made = parser(__doc__, tokens=[1, 2, 4, 8, 16, 32, 64, 256, 1024, 4096], profile=False)
-    parts = ("experts", "deciding", "equal", "mean")
+    parts = ("experts", "deciding", "equal")
     made.add_argument("--parts", nargs="+", choices=parts, default=parts)
     made.add_argument(
         "--deciding", type=int, nargs="+", default=[1, 16, 64, 4096], help="tokens of the rule and of equal"
@@ -234,8 +225,6 @@ def main() -> None:
         result["rows"] = [row for tokens in options.tokens for row in run_experts(tokens, *given)]
     if "equal" in options.parts:
         result["equal"] = [row for tokens in options.deciding for row in shown(equal(tokens, weights, options.skip))]
-    if "mean" in options.parts:
-        result["mean"] = [row for tokens in options.tokens for row in shown([with_mean(tokens, 0.6, weights)])]
     store(options.out, result)
 
 

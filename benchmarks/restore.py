@@ -44,7 +44,7 @@ class Way:
     def time(self, tau: float, skip: float = 0.0) -> float:
         """Milliseconds; a way that tracks starts from the same threshold and keeps the ratio."""
         targets = torch.full((3,), skip) if self.ace.control == "track" and skip else None
-        self.ace.runtime.set(torch.full((3,), tau), targets=targets)
+        self.ace.deciders.set(torch.full((3,), tau), targets=targets)
         self.ace.reset()
         return self.steps.time(1).ms
 

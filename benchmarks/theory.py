@@ -19,10 +19,10 @@ from torch import Tensor
 from ace_moe import build_plan, rule
 from ace_moe.checkpoint import MoELayer, MoEModel
 from ace_moe.checkpoint.loading import load_model, load_tokenizer, load_windows
+from ace_moe.lab.policies.calls import Call, answers, sites, watch
 from ace_moe.mapping.fit import Histogram
 from ace_moe.plan import Plan
 from ace_moe.policies import Routing, make
-from ace_moe.policies.calibration import Call, answers, sites, watch
 from ace_moe.provenance import provenance
 from ace_moe.scoring.statistics import spearman
 from ace_moe.tables import PAPER

@@ -20,9 +20,9 @@ from torch import Tensor
 
 from ace_moe import ACE, build_plan
 from ace_moe.checkpoint.loading import load_model, load_tokenizer, load_windows
-from ace_moe.lab.traffic.reading import read
-from ace_moe.lab.traffic.simulate import Counted, Simulation
+from ace_moe.lab.traffic.simulate import Simulation, StepCounts
 from ace_moe.lab.traffic.timing import fit
+from ace_moe.lab.traffic.tracing import read
 from ace_moe.policies import make
 from ace_moe.provenance import provenance
 
@@ -45,7 +45,7 @@ def executed(model: Any, ace: ACE, ids: Tensor, batch: int, restore: bool) -> tu
     for part in ids.split(batch):
         decode(model, part)
     report = ace.report()
-    steps = len(ids) // batch * (ids.shape[1] - PROMPT) * len(ace.runtime.layers)
+    steps = len(ids) // batch * (ids.shape[1] - PROMPT) * len(ace.deciders)
     return 1 - report["decode"]["realised"], report["reads"]["generated"]["read"] / steps
 
 
@@ -61,12 +61,12 @@ def measure(path: Path, text: Path) -> list[dict[str, Any]]:
     rows = []
     with ACE(plan, 0.0, policy=policy, restore=True, reads=True)(model) as ace:
         ace.set_restore(False)
-        dense = Simulation(read(model, ace.runtime, windows, batch=8), policy, plan)
+        dense = Simulation(read(model, ace.deciders, windows, batch=8), policy, plan)
         for skip in SKIPS:
             tau = dense.threshold(skip)
             ace.set_restore(False)
             ace.set_threshold(tau)
-            under = Simulation(read(model, ace.runtime, windows, skip, batch=8), policy, plan)
+            under = Simulation(read(model, ace.deciders, windows, skip, batch=8), policy, plan)
             for batch in BATCHES:
                 ran, reads = executed(model, ace, windows.ids, batch, restore=False)
                 restored, _ = executed(model, ace, windows.ids, batch, restore=True)
@@ -79,7 +79,7 @@ def measure(path: Path, text: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def compared(simulated: Counted, found: dict[str, float]) -> dict[str, float]:
+def compared(simulated: StepCounts, found: dict[str, float]) -> dict[str, float]:
     """Points of slots, and experts read as a part of what was read."""
     return {
         "slots": simulated.slots,

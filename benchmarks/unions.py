@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ace_moe.checkpoint.loading import load_model, load_tokenizer, load_windows
 from ace_moe.lab.bench.routers import uniform_union
-from ace_moe.policies.calibration import sites, watch
+from ace_moe.lab.policies.calls import sites, watch
 
 BATCHES = (1, 4, 16, 64)
 SKIP = 32  # tokens at the start of a sequence that are not looked at: with little behind them they are all alike

@@ -106,7 +106,7 @@ def test_options_mean_the_same_everywhere() -> None:
     assert asked.pop("trace") == 0.0 and asked.pop("simulate") == "0.2,0.3,0.4", "what a trace is of, and is asked"
     for group, own in ((Deciding, {"serve", "eval", "simulate"}), (Loading, {"compare", "tune"})):
         names = {field.name for field in fields(group)}
-        both = {"plan", "budget", "run", "chat", "perplexity", "trace"}
+        both = {"plan", "run", "chat", "perplexity", "trace"}
         assert {name for name, found in options.items() if names <= set(found)} == both | own
     skips = set(map(str, asked.values()))
     assert skips == {"0.3", "0,0.3", "None"}, "None: 0.3 with a plan"

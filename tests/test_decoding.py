@@ -206,7 +206,7 @@ def test_layers_share_one_compilation(model):
         decoder.prefill(prompt())
         ace.reset()
         expected = decoder.step(token).clone()
-        kept = ace.runtime.counts()
+        kept = ace.deciders.counts()
         torch._dynamo.reset()
         counters.clear()
         decoder.rewind(9)
@@ -215,7 +215,7 @@ def test_layers_share_one_compilation(model):
             found = decoder._advance(decoder.cache)
         assert counters["stats"]["unique_graphs"] == 3, "the layers', the angles', the last norm's"
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-        assert all(torch.equal(kept[key], counts) for key, counts in ace.runtime.counts().items())
+        assert all(torch.equal(kept[key], counts) for key, counts in ace.deciders.counts().items())
     assert "forward" not in vars(decoder_layers(model)[0]), "layers are as they were"
 
 

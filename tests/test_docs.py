@@ -16,7 +16,7 @@ import typer.main
 
 from ace_moe import cli
 from ace_moe.demo import MODEL, TEXT
-from ace_moe.mapping import own_text
+from ace_moe.mapping import texts
 from command import run_ace
 
 ROOT = Path(__file__).parents[1]
@@ -25,25 +25,25 @@ GROUP: Any = typer.main.get_command(cli.app)
 # Words in commands that stand for something of the reader's, and what the tests have for it.
 STANDS_FOR = {
     "MODEL": str(MODEL), "Qwen/Qwen3-30B-A3B": str(MODEL), "deepseek-ai/DeepSeek-V3": str(MODEL), "lab-moe": str(MODEL),
-    "FILE": "sample.txt", "PLAN": "plan.safetensors", "P": "plan.safetensors", "COPY": str(MODEL), "ORIGINAL": str(MODEL),
+    "FILE": "sample.txt", "PLAN": "plan.safetensors", "P": "plan.safetensors",
     "TEXT": "The", "you/qwen3-30b-a3b-plan": "plan.safetensors",
 }  # fmt: skip
 NOT_RUN = {
     r"^ace serve (?!.*--dry-run)": "becomes vLLM's server",
-    r"^ace bench": "times a model; tests/bench runs it",
-    r"^ace (lm-eval|eval)": "needs lm-eval or EvalScope; tests/evaluate runs them where they are",
+    r"^ace bench": "times a model; tests/lab runs it",
+    r"^ace (lm-eval|eval)": "needs lm-eval or EvalScope; tests/lab runs them where they are",
     r"^ace plans|--push": "a hub; tests/plan has one",
     r"^ace demo": "a minute; `make demo` runs it",
     r"^ace chat": "a conversation; tests/test_cli.py has one",
     r"--workers|--layers|--stream|--expand|--device-map": "several machines, quantised files or accelerate; tests/checkpoint",
-    r"--methods all|^ace study|--max-kl|--reads": "minutes; tests/evaluate and tests/planning run them",
+    r"--methods all|^ace study|--max-kl": "minutes; tests/lab and tests/planning run them",
     r"^ace (compare|study thresholds) (demo|lab)-": "many minutes: it made a stored result",
     r"^ace report .*eval.json|served.trace|latency.json": "reads what commands leave that are not run here",
     r"…|\.\.\.|\[--": "a pattern, not a command",
 }
 
 
-SHORT = partial(own_text.own_windows, samples=2, length=64)  # a text of the model's own, in a moment
+SHORT = partial(texts.own_windows, samples=2, length=64)  # a text of the model's own, in a moment
 
 
 def commands(page: Path) -> list[str]:
@@ -101,7 +101,7 @@ def test_commands_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     """In the page's order, on the embedded model with a short text."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("ACE_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(own_text, "own_windows", SHORT)
+    monkeypatch.setattr(texts, "own_windows", SHORT)
     length = 60000 if page in LONGER else 9000
     for name in ("sample.txt", "wiki.test.raw"):
         Path(name).write_text(TEXT.read_text(encoding="utf-8")[:length], encoding="utf-8")
@@ -123,7 +123,7 @@ def blocks(page: str) -> list[str]:
 def test_code_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert run_ace("plan", MODEL, "--text", TEXT, "--budgets", "0.3", "--tokens", 1024, "--window", 256).code == 0
-    monkeypatch.setattr(own_text, "own_windows", SHORT)
+    monkeypatch.setattr(texts, "own_windows", SHORT)
     scope: dict[str, Any] = {}
     for code in blocks(page):
         exec(compile(code.replace("Qwen/Qwen3-30B-A3B", str(MODEL)), page, "exec"), scope)

@@ -83,11 +83,11 @@ def test_plans_say_which_commands_made_them(tmp_path: Path) -> None:
     """One record a command that changed something; a command that found everything there adds none."""
     path = tmp_path / "plan.safetensors"
     assert run_ace("plan", MODEL, "--tables", "-o", path).code == 0
-    budget = ("budget", MODEL, "-p", path, "--text", TEXT, "--tokens", 512, "--window", 256, "--budgets", 0.5)
+    budget = ("plan", MODEL, "-p", path, "--text", TEXT, "--tokens", 512, "--window", 256, "--budgets", 0.5)
     for _ in range(2):
         assert run_ace(*budget, "--no-fidelity", "--no-correct").code == 0
     made = Plan.load(path).made
-    assert [record["command"].split()[1] for record in made] == ["plan", "budget"]
+    assert [record["command"].split()[1] for record in made] == ["plan", "plan"]
     for record in made:
         complete(record)
     assert made[1]["inputs"] == {TEXT.name: file_hash(TEXT)} and str(tmp_path) not in made[1]["command"]

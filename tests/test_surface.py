@@ -26,7 +26,7 @@ def model() -> Any:
 
 def test_they_say_what_they_are(model: Any) -> None:
     plan = build_plan(MODEL)
-    assert repr(plan) == "Plan(demo-moe: 6 layers, tables gsp, rcr, no thresholds on no text)"
+    assert repr(plan) == "Plan(demo-moe: 6 layers, tables none, no thresholds on no text)"
     ace = ACE.from_pretrained(MODEL, skip=0.3, policy="share", text=TEXT, tokens=1024)
     assert repr(ace) == "ACE(demo-moe: policy='share', skip=0.3, gain='power', not attached)"
     with ace(model):
@@ -90,10 +90,9 @@ def test_progress_reaches_the_caller(model: Any) -> None:
     ace = ACE.from_pretrained(
         MODEL, skip=0.5, policy="share", text=TEXT, tokens=1024, progress=lambda *told: heard.append(told)
     )
-    assert ("layers", 6, 6) in heard
-    tables = len(heard)
+    assert not heard  # nothing is computed before a model is there
     with ace(model):
-        assert len(heard) > tables and any(done == total for _, done, total in heard[tables:])
+        assert any(done == total for _, done, total in heard)
         heard.clear()
         model(IDS)
     assert heard == []

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from .errors import BudgetError
 
@@ -14,8 +13,7 @@ PHASES: tuple[Phase, ...] = ("prefill", "decode", "verify")
 EXAMPLE = '{"prefill": 0.3, "decode": 0.5}'
 
 
-@dataclass(frozen=True, order=True)
-class Budget:
+class Budget(NamedTuple):
     """A parsed budget. Whoever gets one need not check it again, except against a model's slots (`check`).
 
     `verify` is the budget of drafted tokens; it follows `decode` unless it is named.
@@ -31,9 +29,10 @@ class Budget:
         if isinstance(wish, Budget):
             return wish
         if not isinstance(wish, Mapping):
-            return cls(*[fraction(wish)] * 3)
+            value = fraction(wish)
+            return cls(value, value, value)
         if set(wish) == {"both"}:
-            return cls(*[fraction(wish["both"])] * 3)
+            return cls.parse(wish["both"])
         unknown = sorted(str(key) for key in set(wish) - set(PHASES))
         if unknown or not {"prefill", "decode"} <= set(wish):
             said = f"it has {', '.join(unknown)}" if unknown else f"it names only {', '.join(wish) or 'nothing'}"
@@ -44,17 +43,17 @@ class Budget:
 
     def check(self, top_k: int, min_active: int = 1) -> Budget:
         """This budget if a model with this many slots a token can meet it, else an error that names the limit."""
-        for value in self.by_phase.values():
-            check_budget(value, top_k, min_active)
+        limit = largest(top_k, min_active)
+        if max(self) > limit:
+            raise BudgetError(
+                f"A budget of {max(self):.1%} cannot be met: with {top_k} slots a token and {min_active} always kept, at most "
+                f"{limit:.1%} can be skipped. Lower the budget or min_active."
+            )
         return self
 
     def rounded(self) -> Budget:
         """In hundredths, so that many requests share one token class."""
-        return Budget(*(round(value, 2) for value in self.by_phase.values()))
-
-    @property
-    def by_phase(self) -> dict[Phase, float]:
-        return {"prefill": self.prefill, "decode": self.decode, "verify": self.verify}
+        return Budget(*(round(value, 2) for value in self))
 
     @property
     def uniform(self) -> bool:
@@ -63,13 +62,13 @@ class Budget:
     @property
     def values(self) -> list[float]:
         """The different budgets above 0, rising: what a plan needs thresholds for."""
-        return sorted({*self.by_phase.values()} - {0.0})
+        return sorted({*self} - {0.0})
 
     def to_json(self) -> float | dict[str, float]:
         """One number, or one for each phase; `verify` only where it differs from `decode`."""
         if self.uniform:
             return self.decode
-        return {phase: value for phase, value in self.by_phase.items() if phase != "verify" or value != self.decode}
+        return {phase: value for phase, value in self._asdict().items() if phase != "verify" or value != self.decode}
 
     def __str__(self) -> str:
         named = self.to_json()
@@ -83,27 +82,23 @@ NONE = Budget(0.0, 0.0, 0.0)
 def fraction(wish: Any) -> float:
     """One budget as a number, whatever the model: 0.3 of NumPy or torch in single precision is the 0.3 that was mapped."""
     try:
+        if isinstance(wish, bool):  # which Python takes for a number
+            raise TypeError
         value = float(wish) if isinstance(wish, (int, float)) else round(float(wish), 6)
     except (TypeError, ValueError, OverflowError):
         raise BudgetError(
-            f"A budget is the fraction of routed slots to skip, such as 0.5; {wish!r} is not a number."
+            f"A budget is the fraction of routed slots to skip, such as 0.5; {wish!r:.60} is not a number."
         ) from None
     if not math.isfinite(value) or not 0 <= value < 1:
         raise BudgetError(
-            f"A budget is a fraction from 0 to less than 1 of the routed slots, such as 0.5; not {wish!r}."
+            f"A budget is a fraction from 0 to less than 1 of the routed slots, such as 0.5; not {wish!r:.60}."
         )
     return value
 
 
 def check_budget(wish: Any, top_k: int, min_active: int = 1) -> float:
     """One budget as a number that the rule can meet, or an error that names the limit."""
-    value, limit = fraction(wish), largest(top_k, min_active)
-    if value > limit:
-        raise BudgetError(
-            f"A budget of {value:.1%} cannot be met: with {top_k} slots a token and {min_active} always kept, at most "
-            f"{limit:.1%} can be skipped. Lower the budget or min_active."
-        )
-    return value
+    return Budget.parse(fraction(wish)).check(top_k, min_active).decode
 
 
 def largest(top_k: int, min_active: int = 1) -> float:

@@ -182,28 +182,3 @@ def decide(protected: Tensor, gates: Tensor, threshold: Tensor | float, gain: Ga
     """(keep mask, gates) from protected contributions."""
     keep = kept(protected, threshold)
     return keep, rescale(gates, keep, gain)
-
-
-# ---- repairs of a skipped sum ---------------------------------------------------------------------------------------------
-
-
-def align(sums: Tensor, lost: Tensor, statistics: Tensor) -> Tensor:
-    """sums [T, d] with those of the tokens that `lost` [T] a slot times a scale plus a shift, which `statistics` [2, d] has."""
-    scale, shift = statistics
-    return torch.where(lost.unsqueeze(-1), (sums.float() * scale + shift).to(sums.dtype), sums)
-
-
-# ---- what stands in for a skipped slot ----------------------------------------------------------------------------------
-
-
-def coded(decided: Tensor, gates: Tensor, ids: Tensor, raw: Tensor, keep: Tensor) -> tuple[Tensor, Tensor]:
-    """Decided ids and gates [T, k] in which a skipped slot stays known: −2 − its expert, with the router's own gate."""
-    return torch.where(keep, decided, -2 - ids), torch.where(keep, gates, raw)
-
-
-def stand_in(ids: Tensor, gates: Tensor, mean: Tensor) -> Tensor:
-    """Σ over the coded slots of g · mean[e], [T, d] in fp32; mean [E, d] is what each expert answers on average."""
-    skipped = ids < -1
-    weights = torch.zeros(len(ids), len(mean), dtype=torch.float32, device=ids.device)
-    at = torch.where(skipped, -2 - ids, 0).long()
-    return weights.scatter_add_(1, at, torch.where(skipped, gates.float(), 0.0)) @ mean.float()

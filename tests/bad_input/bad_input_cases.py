@@ -73,7 +73,7 @@ def run_arguments(model: Path, plan: Path) -> tuple[object, ...]:
 
 def budget_arguments(model: Path, plan: Path, text: Path, budgets: str = "0.5") -> tuple[object, ...]:
     sizes = ("--window", 64, "--tokens", 256, "--device", "cpu")
-    return ("budget", model, "-p", plan, "--text", text, "--budgets", budgets, *sizes)
+    return ("plan", model, "-p", plan, "--text", text, "--budgets", budgets, *sizes)
 
 
 def snapshot(folder: Path) -> dict[str, bytes | None]:

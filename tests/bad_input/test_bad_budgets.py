@@ -14,11 +14,10 @@ from bad_input_cases import TOP_K, Refuse, budget_arguments, run_arguments
 from ace_moe import ACE, build_plan
 from ace_moe.budget import check_budget
 from ace_moe.checkpoint.loading import load_model
-from ace_moe.decider.settings import policy_for
 from ace_moe.errors import BudgetError, PolicyError
 from ace_moe.plan import Plan
 from ace_moe.plan.entries import Threshold, Workload
-from ace_moe.policies import make
+from ace_moe.policies import make, policy_for
 
 
 @pytest.mark.parametrize("value", ["1", "1.5", "-1", "-0.001", "nan", "inf", "1e999"])
@@ -40,7 +39,11 @@ def test_budget_that_is_no_number(value: Any, plan: Path) -> None:
 @pytest.mark.parametrize("value", [0.3, None, "0.3", {"prefill": 0.3, "decode": 0.5}, [], np.array([])])
 def test_budgets_of_sequences_that_are_no_list(value: Any, originals: Path, plan: Path) -> None:
     model = load_model(originals / "single", device="cpu")
-    with ACE.load(plan)(model) as ace, pytest.raises(BudgetError, match="a budget for each sequence"), ace.rows(value):
+    with (
+        ACE.load(plan)(model) as ace,
+        pytest.raises(BudgetError, match="a budget for each sequence"),
+        ace.budgets(value),
+    ):
         pass
 
 

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from ace_moe import cli
 from ace_moe.cli.serving import parse_kernels, refuse_flags, take_additional
 from ace_moe.errors import ModelError, OptionError
-from ace_moe.scoring.predictions import Score
+from ace_moe.scoring.losses import Losses
 from command import run_ace
 
 SMALL = ("--tokens", 128, "--window", 64, "--device", "cpu")
@@ -43,7 +43,7 @@ def test_safeguards_of_compare(option: str, value: str, single: Path, text: Path
 def test_options_that_would_be_ignored(single: Path, plan: Path, text: Path, refuse: Refuse) -> None:
     refuse("plan", single, "--tables", "--text", text, "-o", plan, says=("leave --text out",))
     refuse("run", single, "-p", plan, "--prompt", "x", "--policy", "gsp", "--preset", "paper", says=("not both",))
-    mapped = ("budget", single, "-p", plan, "--text", text, *SMALL, "--budgets", 0.5)
+    mapped = ("plan", single, "-p", plan, "--text", text, *SMALL, "--budgets", 0.5)
     refuse(*mapped, "--max-kl", 0.1, says=("leave --budgets out",))
     refuse(*compare(single, text, "--rival", "gsp"), says=("--rival is one of", "share"))
     refuse("bench", single, "--layers", 1, says=("--layers is for --shape",))
@@ -85,7 +85,7 @@ def test_perplexity_of_a_diverged_model(factor: float, single: Path, text: Path,
 def test_perplexity_that_is_no_number() -> None:
     for nll in ([float("nan")], [1e6], [float("inf")]):
         with pytest.raises(ModelError, match="The model gives no"):
-            _ = Score(nll, 10).perplexity
+            _ = Losses(nll, 10).perplexity
 
 
 # ---- sizes ------------------------------------------------------------------------------------------------------------
@@ -97,7 +97,7 @@ def test_window_above_the_models_length(single: Path, plan: Path, tmp_path: Path
     text.write_text("All that is gold does not glitter. " * 60)
     says = ("513", "512 positions", "--window")
     long = ("--window", 513, "--tokens", 1026, "--device", "cpu")
-    refuse("budget", single, "-p", plan, "--text", text, *long, says=says)
+    refuse("plan", single, "-p", plan, "--text", text, *long, says=says)
     refuse("perplexity", single, "--text", text, *long, says=says)
     refuse("compare", single, "--text", text, "-o", tmp_path / "r.json", *long, says=says)
     edit_config(single, rope_parameters={"rope_type": "yarn", "factor": 4.0, "rope_theta": 10000.0})

@@ -40,7 +40,7 @@ def test_from_tables_to_text(name: str, tmp_path: Path) -> None:
     (packed, text), plan = with_text(tmp_path, name), tmp_path / "plan.safetensors"
     assert run_ace("plan", packed, "--tables", "-o", plan).code == 0
     sizes = ("--window", 32, "--tokens", 256, "--budgets", "0.3")
-    done = run_ace("budget", packed, "--plan", plan, "--text", text, *sizes, "--expand", "--json")
+    done = run_ace("plan", packed, "--plan", plan, "--text", text, *sizes, "--expand", "--json")
     assert done.json["thresholds"][0]["budget"] == 0.3
     done = run_ace(
         "run", packed, "--plan", plan, "--skip", 0.3, "--prompt", "gold", "--max-new-tokens", 4, "--expand", "--json"
@@ -55,7 +55,7 @@ def test_tasks_on_an_expanded_model(name: str, tmp_path: Path) -> None:
     (packed, text), plan = with_text(tmp_path, name), tmp_path / "plan.safetensors"
     assert run_ace("plan", packed, "--tables", "-o", plan).code == 0
     sizes = ("--window", 32, "--tokens", 256, "--budgets", "0.3", "--no-fidelity")
-    assert run_ace("budget", packed, "--plan", plan, "--text", text, *sizes, "--expand").code == 0
+    assert run_ace("plan", packed, "--plan", plan, "--text", text, *sizes, "--expand").code == 0
     rows = [{"query": "Is it gold?", "choices": ["yes", "no"], "gold": n % 2} for n in range(4)]
     (tmp_path / "arc_easy.jsonl").write_text("\n".join(map(json.dumps, rows)))
     given = (

@@ -51,7 +51,7 @@ TUNE = command("tune", "-p", "plan.safetensors", "--no-mean")
 # command → (arguments, its output, how the output is read)
 COMMANDS: dict[str, tuple[tuple[str, ...], str, Callable[[Path], Any]]] = {
     "tables": (("plan", str(MODEL), "--tables", "-o", "plan.safetensors"), "plan.safetensors", Plan.load),
-    "budget": (command("budget", "-p", "plan.safetensors", "--again", "--no-fidelity"), "plan.safetensors", Plan.load),
+    "budget": (command("plan", "-p", "plan.safetensors", "--again", "--no-fidelity"), "plan.safetensors", Plan.load),
     "tune": ((*TUNE, "--tokens", "128"), "plan.safetensors", Plan.load),
     "compare": (command("compare", "--methods", "share", "-o", "r.json"), "r.json", results),
     "report": (("report", "kept.json", "-o", "page.html"), "page.html", page),

@@ -51,7 +51,7 @@ def test_compiled_threshold_zero_is_compiled_stock(name, dtype):
     torch._dynamo.reset()
     with ACE(build_plan(model))(model) as ace:
         ours = decode(model, torch.compile(model, fullgraph=True))
-        assert ace.report()["decode"]["routed"] == 2 * STEPS * zoo.TOP_K * len(ace.runtime.layers)
+        assert ace.report()["decode"]["routed"] == 2 * STEPS * zoo.TOP_K * len(ace.deciders)
     assert torch.equal(stock, ours)
 
 

@@ -75,7 +75,7 @@ def test_executed_slots_are_the_kept_slots(name, executed, tried):
         ace.set_threshold(middle(plan))
         out = zoo.run(model)
         kept = ace.report()["prefill"]["kept"]
-    products = 2 * len(ace.runtime.layers)
+    products = 2 * len(ace.deciders)
     assert len(executed) == products
     assert sum(executed) == 2 * kept, "up and down each compute the kept rows, no more"
     assert out.isfinite().all(), "a row that was not computed leaked into the output"
@@ -92,7 +92,7 @@ def test_skipping_matches_dense_arithmetic(name, tried):
     with ace(model):
         ace.set_threshold(middle(plan))
         skipped = zoo.run(model)
-        for layer in ace.runtime.layers.values():  # same rule, but skipped slots stay routed with gate 0
+        for layer in ace.deciders.values():  # same rule, but skipped slots stay routed with gate 0
             layer.decide = lambda ids, gates, hidden, one=layer: (ids, type(one).decide(one, ids, gates, hidden)[1])
         dense = zoo.run(model)
     torch.testing.assert_close(skipped, dense, atol=2e-5, rtol=2e-5)

@@ -23,7 +23,7 @@ def answers(model, ids, **more):
 def test_each_sequence_as_under_its_own_budget(demo_model, plan, demo_windows):
     ids = demo_windows.ids[:3, :20]
     with ACE(plan, policy="share", dispatch="torch")(demo_model) as ace:
-        with ace.rows(BUDGETS):
+        with ace.budgets(BUDGETS):
             mixed = answers(demo_model, ids)
         report = ace.report()
         assert list(report["requests"]) == ["0.20", "0.50", "0.00/0.50"] and report["decode"]["routed"] == 3 * 5 * 48
@@ -38,7 +38,7 @@ def test_each_sequence_as_under_its_own_budget(demo_model, plan, demo_windows):
 
 
 def test_beams_share_their_sequences_budget(demo_model, plan, demo_windows):
-    with ACE(plan, policy="share")(demo_model) as ace, ace.rows([0.0, 0.5]):
+    with ACE(plan, policy="share")(demo_model) as ace, ace.budgets([0.0, 0.5]):
         answers(demo_model, demo_windows.ids[:2, :8], num_beams=2)
         found = ace.report()["requests"]
     assert found["0.00"]["decode"]["skipped"] == 0 < found["0.50"]["decode"]["skipped"]
@@ -47,21 +47,21 @@ def test_beams_share_their_sequences_budget(demo_model, plan, demo_windows):
 
 def test_what_does_not_fit_is_refused(demo_model, plan, demo_windows):
     ace = ACE(plan, policy="share")
-    with pytest.raises(IntegrationError, match="attach"), ace.rows([0.2]):
+    with pytest.raises(IntegrationError, match="attach"), ace.budgets([0.2]):
         pass
-    with pytest.raises(PolicyError, match="one budget"), ACE(plan, policy="pesf").rows([0.0]):
+    with pytest.raises(PolicyError, match="one budget"), ACE(plan, policy="pesf").budgets([0.0]):
         pass
     with ace(demo_model):
-        with pytest.raises(BudgetError, match="at most"), ace.rows([0.95]):
+        with pytest.raises(BudgetError, match="at most"), ace.budgets([0.95]):
             pass
-        with pytest.raises(BudgetError, match="a budget for each"), ace.rows([]):
+        with pytest.raises(BudgetError, match="a budget for each"), ace.budgets([]):
             pass
         drafted = {"prefill": 0.2, "decode": 0.5, "verify": 0.0}
-        with pytest.raises(BudgetError, match="go by decode"), ace.rows([drafted]):
+        with pytest.raises(BudgetError, match="go by decode"), ace.budgets([drafted]):
             pass
-        with ace.rows([0.2, 0.5]), pytest.raises(IntegrationError, match="2 sequences"):
+        with ace.budgets([0.2, 0.5]), pytest.raises(IntegrationError, match="2 sequences"):
             demo_model(demo_windows.ids[:3, :4])
         demo_model(demo_windows.ids[:3, :4])
         assert ace.report()["prefill"]["routed"] == 3 * 4 * 48
-        with pytest.raises(BudgetError, match="room for 15"), ace.rows([n / 100 for n in range(20, 40)]):
+        with pytest.raises(BudgetError, match="room for 15"), ace.budgets([n / 100 for n in range(20, 40)]):
             pass

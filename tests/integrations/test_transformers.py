@@ -74,7 +74,7 @@ def test_generate_counts_prefill_and_decode_apart(demo_model, plan):
         ace.set_threshold(torch.tensor([0.12, 0.08]))
         demo_model.generate(ids, max_new_tokens=5, min_new_tokens=5, do_sample=False)
     report = ace.report()
-    slots = 8 * len(ace.runtime.layers)
+    slots = 8 * len(ace.deciders)
     assert report["prefill"]["routed"] == 2 * 9 * slots
     assert report["decode"]["routed"] == 2 * 4 * slots, "the first new token comes from the prefill"
     assert report["prefill"]["realised"] > report["decode"]["realised"] > 0
@@ -199,7 +199,7 @@ def test_budgets_by_phase_name_both(plan, skip):
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -1, "half", True, [0.1, 0.2, 0.3, 0.4], None])
 def test_thresholds_that_are_none(plan, bad):
     ace = ACE(plan)
-    with pytest.raises(BudgetError, match="A threshold is a number from 0 on"):
+    with pytest.raises(BudgetError, match="A threshold is a number of at least 0"):
         ace.set_threshold(bad)
     assert ace.thresholds.tolist() == [0, 0, 0]
 

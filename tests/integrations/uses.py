@@ -83,19 +83,6 @@ def evaluated(model: Any) -> float:
         return Trainer(model, settings, eval_dataset=rows).evaluate()["eval_loss"]
 
 
-def trained(model: Any) -> Tensor:
-    """The gradient of an embedding, with recomputed activations."""
-    model.train()
-    model.gradient_checkpointing_enable()
-    try:
-        model(input_ids=ids(), labels=ids()).loss.backward()
-        return model.get_input_embeddings().weight.grad.clone()
-    finally:
-        model.gradient_checkpointing_disable()
-        model.zero_grad()
-        model.eval()
-
-
 def saved(model: Any) -> Tensor:
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
@@ -143,7 +130,6 @@ USES = (
     Use("quantised cache", generated(cache_implementation="quantized"), result="needs optimum-quanto, with or without a plan"),
     Use("continuous batching (`generate_batch`)", batched),
     Use("`Trainer.evaluate`", evaluated),
-    Use("training with gradient checkpointing", trained),
     Use("PEFT adapters beside the experts", lambda model: model(input_ids=ids()).logits, adapted),
     Use("accelerate's offload", lambda model: model(input_ids=ids()).logits, offloaded),
     Use("`device_map`, on one device", lambda model: model(input_ids=ids()).logits, mapped),
@@ -151,6 +137,7 @@ USES = (
     Use("`save_pretrained`", saved),
     Use("`copy.deepcopy`: the copy has no plan", copied),
     Use("a model that is compiled already", lambda model: None, torch.compile, "refused: attach first, then compile"),
+    Use("training", lambda model: model.train()(input_ids=ids()), result="refused: detach to train"),
     Use("`DataParallel`", lambda model: None, nn.DataParallel, "refused: attach to `model.module`, one per process"),
 )  # fmt: skip
 
@@ -185,7 +172,8 @@ def _refused(use: Use, plan: Plan) -> str:
             return use.result
         return f"{SAME}, it seems"
     try:
-        ACE(plan).attach(model)
+        with ACE(plan)(model):
+            use.run(model)
     except IntegrationError:
         return use.result
     return "not refused"

@@ -30,7 +30,7 @@ PLAIN = experts.Layout(True, False, False, Activation(SILU))
 RULES = [
     decide.Rule(Form()), decide.Rule(Form(("gsp", "rcr"))), decide.Rule(Form(power=2), "kept", 2, 0.3),
     decide.Rule(Form(("gsp", "rcr"), "mean", norm="max"), "none", weighed=True), decide.Rule(Form(norm="rank")),
-    decide.Rule(Form(("gsp",), cumulative=True), min_active=3, min_mass=0.5), decide.Rule(Form(), "constant", coded=True),
+    decide.Rule(Form(("gsp",), cumulative=True), min_active=3, min_mass=0.5), decide.Rule(Form(), "constant"),
 ]  # fmt: skip
 compiled: dict[str, int] = {}
 builds: set[tuple] = set()
@@ -155,7 +155,7 @@ def all_experts() -> None:
             given = x, torch.zeros(tokens, k, dtype=torch.int64), torch.zeros(tokens, k, dtype=x.dtype), weights
             experts.run(*given)
             if weights is layers[0] and tokens in (1, 64):
-                experts.run(*given, make_tensor(e, d), x)
+                experts.run(*given, x)
 
 
 def the_rest() -> None:

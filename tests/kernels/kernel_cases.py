@@ -40,7 +40,7 @@ def frame_is_whole(tensor: Tensor) -> bool:
 def text(form: Form, setting: Setting) -> str:
     weighed = form.factor is not None or setting.common is not None
     gain = setting.gain if setting.gain in rule.GAINS else rule.CONSTANT
-    return str(decide.Rule(form, gain, setting.min_active, setting.min_mass, weighed, setting.coded))
+    return str(decide.Rule(form, gain, setting.min_active, setting.min_mass, weighed))
 
 
 def factor(form: Form, setting: Setting, tables: dict[str, Tensor]) -> Tensor:

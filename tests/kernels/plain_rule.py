@@ -43,7 +43,6 @@ class Setting(NamedTuple):
     min_active: int = 1
     min_mass: float = 0.0
     common: float | None = None
-    coded: bool = False
 
 
 class Token(NamedTuple):
@@ -159,7 +158,6 @@ settings = st.builds(
     st.integers(1, 3),
     st.sampled_from([0.0, 0.0, 0.3, 0.5, 1.0]),
     st.sampled_from([None, None, 0.5, math.inf]),
-    st.booleans(),
 )
 
 

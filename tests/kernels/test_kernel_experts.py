@@ -85,7 +85,7 @@ def test_more_tiles_than_a_grid_takes(beside, monkeypatch):
     """A prompt of hundreds of thousands of tokens goes in parts."""
     weights, (ids, gates) = make_weights(EXPERTS, 20, 12, SILU), random_routing(25, 3, "sum")
     x, add = (torch.randn(25, 20, generator=torch.Generator().manual_seed(n)).to(DEVICE) for n in (2, 3))
-    given = x, ids, gates, weights, None, add if beside else None
+    given = x, ids, gates, weights, add if beside else None
     whole = experts.run(*given)
     monkeypatch.setattr(experts, "GRID", EXPERTS + 4)
     torch.testing.assert_close(experts.run(*given), whole, rtol=1e-5, atol=1e-6)
@@ -97,7 +97,7 @@ def test_tokens_of_another_type_than_the_weights(tokens, types):
     """As autocast leaves them: transformers' own product casts them, and its result back."""
     weights, (ids, gates) = make_weights(EXPERTS, 20, 12, SILU, dtype=types[1]), random_routing(tokens, 3, "sum")
     x, add = (torch.randn(tokens, 20, generator=torch.Generator().manual_seed(n)).to(DEVICE, types[0]) for n in (2, 3))
-    found = experts.run(x, ids, gates, weights, None, add)
+    found = experts.run(x, ids, gates, weights, add)
     assert found.dtype == types[0]
     wide = replace(weights, w_in=weights.w_in.float(), w_out=weights.w_out.float())
     torch.testing.assert_close(found.double(), dense(x, ids, gates, wide) + add.double(), rtol=1e-2, atol=1e-2)

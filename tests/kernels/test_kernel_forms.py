@@ -44,9 +44,8 @@ def test_the_kernel_is_the_loop(name, data):
     new_ids, new_gates, counts = launch_rule(form, case.setting, ids, gates, rows, tau, tables, mark)
     keep, expected = case.expected(form)
     keep = torch.tensor(keep, dtype=torch.bool).reshape(ids.shape)
-    expected, coded = torch.tensor(expected).reshape(gates.shape), case.setting.coded
-    assert new_ids.dtype == ids.dtype and torch.equal(new_ids, torch.where(keep, ids, -2 - ids if coded else mark))
-    expected = torch.where(keep, expected, gates.float()) if coded else expected
+    expected = torch.tensor(expected).reshape(gates.shape)
+    assert new_ids.dtype == ids.dtype and torch.equal(new_ids, torch.where(keep, ids, mark))
     torch.testing.assert_close(new_gates.float(), expected, rtol=TOLERANCE[case.dtype], atol=0)
     whole = keep.all(-1)
     assert torch.equal(new_gates[whole], gates[whole])

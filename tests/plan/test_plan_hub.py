@@ -64,11 +64,11 @@ def test_from_a_checkpoint_to_the_hub_and_back(hub: PlanHub, tmp_path: Path, mon
     assert run_ace("plan", MODEL, "--tables", "-o", "made.safetensors").code == 0
     pushed = run_ace("plans", "push", "made.safetensors", NAME).out
     assert f"{hub.url}/{NAME}/commit/" in pushed and hub.commits == 1
-    mapped = run_ace("budget", MODEL, "--plan", NAME, "--text", TEXT, "--budgets", "0.5")
+    mapped = run_ace("plan", MODEL, "--plan", NAME, "--text", TEXT, "--budgets", "0.5")
     assert mapped.code == 1 and f"ace plans get {NAME} -o plan.safetensors" in mapped.err, "published plans stay"
     assert run_ace("plans", "get", NAME).code == 0
     how = ("--text", TEXT, "--budgets", "0.5", "--tokens", 512, "--window", 256, "--no-fidelity")
-    assert run_ace("budget", MODEL, "--plan", "plan.safetensors", *how).code == 0
+    assert run_ace("plan", MODEL, "--plan", "plan.safetensors", *how).code == 0
     assert run_ace("plans", "push", "plan.safetensors", NAME).code == 0
     generated = ("--skip", 0.5, "--prompt", "The", "--max-new-tokens", 2, "--json")
     assert run_ace("run", MODEL, "--plan", NAME, *generated).json["realised"] > 0

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ace_moe.errors import PlanError
 from ace_moe.plan import Plan
+from ace_moe.policies import policy_for
 
 E, D, LEVELS = 8, 16, 7  # of `plan_of`: two layers of 8 experts and 4 slots, width 16
 
@@ -58,6 +59,22 @@ def test_declared_shapes(dims: list[str], shape: tuple[int, ...], tmp_path: Path
     tensors = of_layers("mean_output", -torch.ones(shape), torch.ones(shape))
     path = edited(plan_of(), tmp_path / "p.safetensors", put("shapes", value={"mean_output": dims}), tensors)
     assert Plan.load(path).tables["0"]["mean_output"].shape == shape
+
+
+def test_a_plan_with_settings_that_no_policy_has_still_loads(tmp_path: Path) -> None:
+    """Older plans have repairs of skipped sums: their tables and thresholds stay, and asking for them says what to do."""
+    repaired = {**SETTINGS, "params": {**SETTINGS["params"], "compensate": "aligned"}}
+    plan = plan_of(entry(0.5, 0.1), entry(0.5, 0.2, of=repaired)).with_tables(
+        {str(n): {"aligned_shift_0": torch.randn(D)} for n in range(2)}, shapes={"aligned_shift_0": ["hidden"]}
+    )
+    plan = replace(plan, recommendation={"settings": repaired})
+    loaded = Plan.load(plan.save(tmp_path / "p.safetensors"))
+    assert loaded == plan and len(loaded.thresholds) == 2
+    assert loaded.lookup(policy_for(loaded, "ace").settings, 0.5).threshold == pytest.approx(0.1)
+    with pytest.raises(PlanError, match=r"has no setting compensate.*Name the policy you want"):
+        policy_for(loaded)
+    told = replace(loaded, recommendation={"settings": repaired, "served": SETTINGS})
+    assert policy_for(told).settings == SETTINGS
 
 
 # ---- what is refused --------------------------------------------------------------------------------------------

@@ -7,14 +7,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from ace_moe.mapping.curves import curve_of, points
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
 from ace_moe import ACE
 from ace_moe.errors import BudgetError
-from ace_moe.mapping import Passes, map_budgets, prepare
-from ace_moe.mapping.curves import curve_of, points
+from ace_moe.lab.policies import prepare
+from ace_moe.mapping import Passes, map_budgets
 from ace_moe.mapping.fit import BINS, Histogram
 from ace_moe.mapping.passes import attached, observe, read_through
 from ace_moe.plan import Plan
@@ -111,8 +112,8 @@ def test_budgets_never_mapped_are_realised(demo_model: PreTrainedModel, mapped: 
     """Executed on the text of the curve, above and below what was measured, within what is said.
 
     A thousand tokens: ties make steps of a tenth of a point."""
-    with attached(demo_model, mapped, make("share")) as runtime:
-        passes = Passes(runtime, demo_model, demo_windows, 4)
+    with attached(demo_model, mapped, make("share")) as deciders:
+        passes = Passes(deciders, demo_model, demo_windows, 4)
         for budget in (0.05, 0.3, 0.47, 0.55, 0.7):
             found = mapped.answer(make("share").settings, budget)
             assert found.how == "between" and found.error is not None

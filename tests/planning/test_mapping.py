@@ -9,7 +9,8 @@ from ace_moe import ACE
 from ace_moe.budget import check_budget
 from ace_moe.errors import BudgetError
 from ace_moe.mapping import Passes, fit_budgets
-from ace_moe.mapping.fit import BINS, Fit, Histogram, correct, quantile_fits, search
+from ace_moe.mapping.fit import BINS, Fit, Histogram, quantile_fits
+from ace_moe.mapping.recipe import corrected_fit, search
 from ace_moe.policies import make
 
 BUDGETS = [0.1, 0.2, 0.3, 0.4, 0.5, 0.6]
@@ -88,16 +89,16 @@ def drifting(shift):
 def test_correction_finds_the_fixed_point(shift):
     run = drifting(shift)
     (fit,) = quantile_fits(run(0.0), [0.5])
-    found = correct(run, fit)
+    found = corrected_fit(run, fit)
     assert abs(found.realised - 0.5) <= 5e-4
     assert found.corrected and 1 <= found.passes <= 6
-    assert correct(run, Fit(0.0, 0.0, 0.0, 0, False)).passes == 0
+    assert corrected_fit(run, Fit(0.0, 0.0, 0.0, 0, False)).passes == 0
 
 
 def test_binary_search_agrees_and_costs_more_passes():
     run = drifting(0.3)
     found = search(run, 0.5)
-    quantile = correct(run, quantile_fits(run(0.0), [0.5])[0])
+    quantile = corrected_fit(run, quantile_fits(run(0.0), [0.5])[0])
     assert abs(found.realised - 0.5) <= 5e-4
     assert found.threshold == pytest.approx(quantile.threshold, abs=1e-2)
     assert found.passes > quantile.passes
@@ -118,7 +119,7 @@ def test_correction_keeps_the_best_pass(monkeypatch):
         def threshold(self, wanted):
             return self.value
 
-    found = correct(lambda tau: Stub(next(ratios)), Fit(0.5, 0.1, 0.5, 0, False))
+    found = corrected_fit(lambda tau: Stub(next(ratios)), Fit(0.5, 0.1, 0.5, 0, False))
     assert (found.realised, found.threshold, found.passes) == (0.47, 0.40, 6)
 
 
@@ -126,7 +127,7 @@ def test_correction_keeps_the_best_pass(monkeypatch):
 def test_realised_meets_the_request_on_the_embedded_model(demo_model, demo_plan, demo_windows, min_active):
     ace = ACE(demo_plan, policy=make("ace", min_active=min_active))
     with ace(demo_model):
-        passes = Passes(ace.runtime, demo_model, demo_windows, batch=4)
+        passes = Passes(ace.deciders, demo_model, demo_windows, batch=4)
         fits = fit_budgets(passes, BUDGETS)
         for fit in fits:
             assert abs(fit.realised - fit.budget) <= 1e-3
@@ -138,7 +139,7 @@ def test_realised_meets_the_request_on_the_embedded_model(demo_model, demo_plan,
 def test_paper_maps_with_one_pass(demo_model, demo_plan, demo_windows):
     ace = ACE(demo_plan, preset="paper")
     with ace(demo_model):
-        passes = Passes(ace.runtime, demo_model, demo_windows, batch=4)
+        passes = Passes(ace.deciders, demo_model, demo_windows, batch=4)
         fits = fit_budgets(passes, BUDGETS, correct=False)
     assert passes.count == 1
     assert [f.passes for f in fits] == [0] * 6
@@ -148,6 +149,6 @@ def test_paper_maps_with_one_pass(demo_model, demo_plan, demo_windows):
 def test_min_mass_limits_the_budget(demo_model, demo_plan, demo_windows):
     ace = ACE(demo_plan, min_mass=0.8)
     with ace(demo_model):
-        passes = Passes(ace.runtime, demo_model, demo_windows, batch=4)
+        passes = Passes(ace.deciders, demo_model, demo_windows, batch=4)
         with pytest.raises(BudgetError, match="safeguards protect"):
             fit_budgets(passes, [0.6], correct=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +15,16 @@ from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
 from ace_moe import ACE
-from ace_moe.checkpoint.loading import load_tokenizer
-from ace_moe.cli.serving import find_plan
+from ace_moe.checkpoint.loading import load_model, load_tokenizer
+from ace_moe.cli.mapped import mapped_plan
 from ace_moe.demo import MODEL, TEXT
-from ace_moe.engines.vllm.settings import Settings
 from ace_moe.errors import BudgetError, TextError
-from ace_moe.mapping import own_windows, text_for
-from ace_moe.mapping.own_text import LONGEST_TURN, Turns, Writer, first_token
+from ace_moe.mapping import TextSource, own_windows
+from ace_moe.mapping.texts import LONGEST_TURN, Turns, Writer, first_token
 from ace_moe.plan import OWN as NAME
 from ace_moe.plan import Plan
+from ace_moe.policies import policy_for
+from ace_moe.text import Text
 from command import run_ace
 
 CHAT = (
@@ -111,7 +113,7 @@ def test_a_model_without_a_head_is_told(demo_model: PreTrainedModel) -> None:
 def test_a_model_without_a_tokenizer(demo_model: PreTrainedModel, tmp_path: Path, shorter: None) -> None:
     for name in ("config.json", "generation_config.json", "model.safetensors"):
         shutil.copy(MODEL / name, tmp_path / name)
-    assert text_for(demo_model, tmp_path, None).workload == text_for(demo_model, MODEL, None).workload
+    assert TextSource(tmp_path).windows(demo_model).workload == TextSource(MODEL).windows(demo_model).workload
 
 
 @pytest.fixture
@@ -119,7 +121,7 @@ def shorter(monkeypatch: pytest.MonkeyPatch) -> None:
     """Samples that are written in a second."""
     stock = own_windows
     monkeypatch.setattr(
-        "ace_moe.mapping.own_text.own_windows", lambda model, tokenizer: stock(model, tokenizer, samples=4, length=16)
+        "ace_moe.mapping.texts.own_windows", lambda model, tokenizer: stock(model, tokenizer, samples=4, length=16)
     )
 
 
@@ -127,12 +129,12 @@ def test_a_model_that_was_made_asks_for_its_tokenizer(demo_model: PreTrainedMode
     """Its config names no folder; a text then needs a tokenizer that is given."""
     for nowhere in ("", Path()):
         with pytest.raises(TextError, match="tokenizer="):
-            text_for(demo_model, nowhere, TEXT)
+            TextSource(nowhere, Text.of(TEXT)).windows(demo_model)
 
 
 def test_from_pretrained_alone(demo_model: PreTrainedModel, shorter: None) -> None:
     """`ACE.from_pretrained(MODEL, skip=0.5)` and nothing else."""
-    ace, windows = ACE.from_pretrained(MODEL, skip=0.5, policy="share"), text_for(demo_model, MODEL, None)
+    ace, windows = ACE.from_pretrained(MODEL, skip=0.5, policy="share"), TextSource(MODEL).windows(demo_model)
     with ace(demo_model):
         for ids in windows.ids:
             demo_model(input_ids=ids[None], use_cache=False)
@@ -145,25 +147,30 @@ def test_from_pretrained_alone(demo_model: PreTrainedModel, shorter: None) -> No
 
 def test_the_command_without_a_text(demo_plan: Plan, tmp_path: Path, shorter: None) -> None:
     path = replace(demo_plan).save(tmp_path / "plan.safetensors")
-    done = run_ace("budget", MODEL, "-p", path, "--budgets", "0.3,0.5", "--no-fidelity", "--policy", "share")
+    done = run_ace("plan", MODEL, "-p", path, "--budgets", "0.3,0.5", "--no-fidelity", "--policy", "share")
     assert done.code == 0, done.err
     made = Plan.load(path).thresholds
     assert [t.budget for t in made] == [0.3, 0.5] and {t.workload.name for t in made} == {NAME}
     assert ACE.load(path, 0.5, policy="share").thresholds[0] == pytest.approx(made[1].threshold)
 
 
+def mapped(path: Path, budget: float = 0.5, **options: Any) -> tuple[Path, str | None]:
+    """As `ace serve` makes what is missing."""
+    policy_of = partial(policy_for, policy="share")
+    return mapped_plan(str(MODEL), path, policy_of, [budget], load=partial(load_model, device="cpu"), **options)
+
+
 def test_serving_maps_what_is_missing_before_vllm_starts(demo_plan: Plan, tmp_path: Path, shorter: None) -> None:
     """Into the plan that was given, once; a named workload is not replaced, and no budget is mapped that cannot be met."""
     path = demo_plan.save(tmp_path / "plan.safetensors")
-    settings = Settings.from_dict({"skip": 0.5, "policy": "share"})
-    assert find_plan(str(MODEL), path, settings, None) == (path, None)
+    assert mapped(path) == (path, None)
     (entry,) = Plan.load(path).thresholds
     assert (entry.budget, entry.workload.name) == (0.5, NAME)
     before = path.read_bytes()
-    find_plan(str(MODEL), path, settings, None)
-    find_plan(str(MODEL), path, replace(settings, skip=0.3, workload="other.txt"), None)
+    mapped(path)
+    mapped(path, 0.3, workload="other.txt")
     with pytest.raises(BudgetError, match="cannot be met"):
-        find_plan(str(MODEL), path, replace(settings, skip=0.95), None)
+        mapped(path, 0.95)
     assert path.read_bytes() == before
 
 
@@ -171,10 +178,9 @@ def test_serving_maps_what_is_missing_before_vllm_starts(demo_plan: Plan, tmp_pa
 def test_serving_takes_the_text_that_was_given(demo_plan: Plan, tmp_path: Path, shorter: None) -> None:
     """Own text is in the plan already: a given text is mapped all the same, once, and its thresholds are what is served."""
     path, text = demo_plan.save(tmp_path / "plan.safetensors"), tmp_path / "sample.txt"
-    settings = Settings.from_dict({"skip": 0.5, "policy": "share"})
-    find_plan(str(MODEL), path, settings, None)
+    mapped(path)
     text.write_text(TEXT.read_text(encoding="utf-8")[:6000], encoding="utf-8")
-    assert find_plan(str(MODEL), path, settings, text) == (path, "sample.txt")
+    assert mapped(path, text=text) == (path, "sample.txt")
     before = path.read_bytes()
     assert [t.workload.name for t in Plan.load(path).thresholds] == [NAME, "sample.txt"]
-    assert find_plan(str(MODEL), path, settings, text) == (path, "sample.txt") and path.read_bytes() == before
+    assert mapped(path, text=text) == (path, "sample.txt") and path.read_bytes() == before

@@ -10,9 +10,11 @@ from transformers import PreTrainedModel
 
 from ace_moe import ACE, plan, progress
 from ace_moe.demo import MODEL, TEXT
-from ace_moe.errors import BudgetError
+from ace_moe.errors import BudgetError, PlanError
 from ace_moe.lab.compare.subject import Recorder, Subject
+from ace_moe.lab.policies import calibration_part, prepare
 from ace_moe.mapping import Passes, map_budgets
+from ace_moe.mapping.passes import attached
 from ace_moe.mapping.unfinished import Partial
 from ace_moe.plan import Plan
 from ace_moe.policies import PRESETS, make
@@ -41,11 +43,14 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def test_it_makes_what_a_policy_lacks(demo_model: PreTrainedModel, demo_plan: Plan, demo_windows: Windows) -> None:
-    """Tables from weights and a calibration; `ACE` and the command take the same way."""
+    """Tables from weights; what makes one that a calibration makes is said."""
     mapped = map_budgets(demo_model, demo_plan, make("aimer"), demo_windows, [0.4])
     assert not mapped.plan.lacks(["aimer"])
-    mapped = map_budgets(demo_model, demo_plan, make("naee"), demo_windows, [0.4])
-    assert mapped.plan.calibrations["naee_median"]["workload"]["tokens"] == 1024
+    with pytest.raises(PlanError, match=r"naee_median.*ace_moe\.lab\.policies\.prepare"):
+        map_budgets(demo_model, demo_plan, make("naee"), demo_windows, [0.4])
+    plan = prepare(demo_plan, make("naee"), demo_model, calibration_part(demo_windows))
+    assert plan.calibrations["naee_median"]["workload"]["tokens"] == 1024
+    mapped = map_budgets(demo_model, plan, make("naee"), demo_windows, [0.4])
     assert mapped.fits[0].realised == pytest.approx(0.4, abs=1e-3)
     assert not any(hasattr(m, "ace") for m in demo_model.modules())
 
@@ -149,8 +154,8 @@ def test_entries_say_what_they_do_to_predictions(
     kl = [t.fidelity["kl"]["value"] for t in mapped.entries if t.fidelity]
     assert 0 < kl[0] < kl[1]
     subject = Subject(demo_model, demo_plan, demo_windows)
-    with subject.under(policy) as runtime:
-        found = Recorder(runtime, subject).outcome(mapped.fits[1].threshold).score.fidelity
+    with attached(demo_model, demo_plan, policy) as deciders:
+        found = Recorder(deciders, subject).outcome(mapped.fits[1].threshold).losses.fidelity
     assert found is not None and kl[1] == pytest.approx(sum(found.kl) / (4 * 255))
     assert mapped.entries[0].fidelity["kl"]["low"] is None, "four windows have no interval"  # type: ignore[index]
     path = mapped.plan.save(tmp_path / "plan.safetensors")
@@ -181,7 +186,7 @@ def test_the_command_goes_on(tmp_path: Path, counted: list[float], monkeypatch: 
     """Ctrl-C in `ace budget`, then the same command: what was found is kept."""
     path = tmp_path / "plan.safetensors"
     assert run_ace("plan", MODEL, "--tables", "-o", path).code == 0
-    command = ("budget", MODEL, "-p", path, "--text", TEXT, *PASS, "--budgets", "0.3,0.5")
+    command = ("plan", MODEL, "-p", path, "--text", TEXT, *PASS, "--budgets", "0.3,0.5")
     stock, seen = plan.update, []
 
     def stopped(where: Path, had: Plan, made: Plan) -> Plan:

@@ -4,12 +4,12 @@ import copy
 from dataclasses import replace
 
 import pytest
-from policy_cases import QUICK
+from policy_cases import NAMES, QUICK
 
-from ace_moe.mapping import prepare
+from ace_moe.lab.policies import prepare
+from ace_moe.lab.policies.calls import watch
 from ace_moe.plan import Plan
-from ace_moe.policies import POLICIES, make
-from ace_moe.policies.calibration import watch
+from ace_moe.policies import make
 from ace_moe.text import Windows
 
 
@@ -22,7 +22,7 @@ def few_windows(demo_windows: Windows) -> Windows:
 @pytest.fixture(scope="session")
 def ready_plan(demo_model, demo_plan: Plan, few_windows: Windows) -> Plan:
     plan = demo_plan
-    for name in POLICIES:
+    for name in NAMES:
         plan = prepare(plan, make(name, **QUICK.get(name, {})), demo_model, few_windows)
     return prepare(plan, make("rcr", centred=False), demo_model, None)
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import torch
 from torch import Tensor
 
+from ace_moe.lab.policies import LAB_POLICIES
 from ace_moe.policies import POLICIES, Policy, Routing, make
 
 EXPERTS, K = 12, 4
 KINDS = ("sorted", "unsorted", "unnormalised")
-NAMES = sorted(POLICIES)
+NAMES = sorted({**POLICIES, **LAB_POLICIES})
 QUICK = {"diep": {"epochs": 3}, "expert_sparsity": {"tokens": 128}, "lexi": {"samples": 128}}  # calibrations in seconds
 REFILLING = [name for name in NAMES if getattr(make(name), "refill", False)]
 # beside every cited method: the settings that change what a policy does with a slot
@@ -19,7 +22,7 @@ VARIANTS: list[tuple[str, dict]] = [
     *((name, {"group": 3}) for name in ("sere", "xshare", "oea")),
     *((name, {"group": 1, "refill": False}) for name in ("xshare", "oea")),
     ("sere", {"select": 2, "group": 1}),
-    ("fixed", {"denominator": 6}),
+    ("halving", {"denominator": 6}),
     ("rcr", {"centred": False}),
     ("ace", {"fusion": "min"}),
     ("random", {"seed": 7}),
@@ -79,13 +82,22 @@ def routing(
         gates.to(dtype),
         tables(),
         torch.tensor(threshold),
-        logits,
         torch.randn(tokens, 16, generator=g).to(dtype),
         (torch.rand(tokens, generator=g) > 0.3) if mask else None,
-        length=tokens // 2,
-        norms=lambda: norms,
+        extras=extras(logits, norms, tokens // 2),
     )
     return made._replace(**changes)
+
+
+def extras(logits: Tensor, norms: Tensor, length: int) -> SimpleNamespace:
+    """What a policy of the lab gathers in a layer, without a model."""
+    return SimpleNamespace(
+        logits=logits, experts=EXPERTS, length_of=lambda tokens: length or max(tokens, 1), norms=lambda routing: norms
+    )
+
+
+def norms_of(given: Routing) -> Tensor:
+    return given.extras.norms(given)
 
 
 def part(given: Routing, rows: Tensor | slice, order: Tensor | None = None) -> Routing:
@@ -94,13 +106,12 @@ def part(given: Routing, rows: Tensor | slice, order: Tensor | None = None) -> R
     def slots(x: Tensor) -> Tensor:
         return x[rows] if order is None else x[rows][:, order]
 
-    norms = slots(given.norms())
+    some = slots(given.ids)
     return given._replace(
-        ids=slots(given.ids),
+        ids=some,
         gates=slots(given.gates),
-        logits=given.logits[rows],
         hidden=given.hidden[rows],
-        norms=lambda: norms,
+        extras=extras(given.extras.logits[rows], slots(norms_of(given)), len(some) // 2),
     )
 
 

@@ -125,7 +125,7 @@ def test_a_file_of_ones_own_through_every_command(tmp_path: Path, monkeypatch: p
     policy = ("--policy", "spread:Spread:power=2")
     assert run_ace("plan", MODEL, "--tables", "-o", plan).code == 0
     made = start_ace(
-        "budget", MODEL, "-p", plan, "--text", TEXT, *PASS, "--budgets", "0.4", *policy, "--json", cwd=tmp_path
+        "plan", MODEL, "-p", plan, "--text", TEXT, *PASS, "--budgets", "0.4", *policy, "--json", cwd=tmp_path
     )
     assert made.json["thresholds"][0]["realised"] == pytest.approx(0.4, abs=0.005)
     monkeypatch.chdir(tmp_path)

@@ -8,7 +8,7 @@ from ace_moe.errors import BudgetError
 from ace_moe.mapping import Passes, fit_budgets
 from ace_moe.mapping.passes import Counted
 from ace_moe.mapping.recipe import entries, search_budgets
-from ace_moe.policies import POLICIES, make
+from ace_moe.policies import make
 from ace_moe.scoring.predictions import score
 
 pytestmark = pytest.mark.long
@@ -17,7 +17,7 @@ WANTED, CLOSE = 0.3, 0.03
 # A pruned or shared subset is filled up to k experts again; and 256 tokens have most experts among their top ones.
 CANNOT = ("aimer:prune", "diep", "expert_sparsity", "oea", "reap:prune", "sere", "xshare")
 CAN = [
-    *((name, {}) for name in NAMES if name not in (*CANNOT, "fixed")),
+    *((name, {}) for name in NAMES if name not in (*CANNOT, "fixed", "halving")),
     *((name, {"refill": False}) for name in ("aimer:prune", "diep", "expert_sparsity", "reap:prune")),
     *((name, {"refill": False, "group": 16}) for name in ("oea", "xshare")),
     ("sere", {"group": 1}),
@@ -28,7 +28,7 @@ CAN = [
 def fitted(policy, model, plan, windows, wanted=WANTED):
     ace = ACE(plan, policy=policy)
     with ace(model):
-        passes = Passes(ace.runtime, model, windows, batch=2, run=score)
+        passes = Passes(ace.deciders, model, windows, batch=2, run=score)
         (fit,) = fit_budgets(passes, [wanted])
         passes(fit.threshold)
         return fit, ace.realised, passes
@@ -91,4 +91,4 @@ def test_a_search_tries_no_threshold_twice():
 
 
 def test_all_policies_are_asked():
-    assert {name for name, _ in CAN} | set(CANNOT) | {"fixed"} == set(POLICIES)
+    assert {name for name, _ in CAN} | set(CANNOT) | {"fixed", "halving"} == set(NAMES)

@@ -4,20 +4,21 @@ import pytest
 import torch
 import torch.nn.functional as F
 from demo_parts import expert, layer_of, logits_of
-from policy_cases import QUICK
+from policy_cases import NAMES, QUICK
 
 from ace_moe import ACE, Plan, build_plan
 from ace_moe.checkpoint import MoEModel
 from ace_moe.demo import MODEL, TEXT
 from ace_moe.errors import IntegrationError, PlanError, TextError
-from ace_moe.mapping import calibrate, prepare
+from ace_moe.lab.policies import calibrate, calibrated, prepare
+from ace_moe.mapping import map_budgets
 from ace_moe.plan.file import seal
-from ace_moe.policies import POLICIES, make
+from ace_moe.policies import make
 from ace_moe.tables import tables_of
 from ace_moe.tables.build import add_tables
 from command import run_ace
 
-CALIBRATED = [name for name in POLICIES if make(name).calibrated]
+CALIBRATED = [name for name in NAMES if calibrated(make(name))]
 
 
 @pytest.mark.parametrize("name", CALIBRATED)
@@ -25,7 +26,7 @@ CALIBRATED = [name for name in POLICIES if make(name).calibrated]
 def test_calibration_makes_what_the_policy_needs_and_leaves_the_model_alone(name, demo_model, few_windows):
     before, flags = logits_of(demo_model, few_windows), [p.requires_grad for p in demo_model.parameters()]
     policy = make(name, **QUICK.get(name, {}))
-    found = policy.calibrate(demo_model, few_windows)
+    found = calibrate(policy, demo_model, few_windows)
     assert list(found) == [str(n) for n in range(6)]
     for layer in found.values():
         assert set(layer) == set(policy.needs)
@@ -42,7 +43,7 @@ def test_a_plan_carries_all_tables_and_says_how_they_were_made(ready_plan, tmp_p
         assert all(torch.equal(values, loaded.tables[key][name]) for name, values in layer.items())
     assert loaded.calibrations["modes_alpha"]["workload"]["name"] == "wikitext-2-slice.txt"
     assert loaded.calibrations["diep_order"]["params"]["epochs"] == 3
-    assert not loaded.lacks(need for name in POLICIES for need in make(name).needs)
+    assert not loaded.lacks(need for name in NAMES for need in make(name).needs)
 
 
 @pytest.mark.parametrize(
@@ -74,15 +75,15 @@ def test_a_damaged_calibration_is_refused(ready_plan, tmp_path, name, values):
 
 def test_what_is_missing_is_named(demo_model, demo_plan, few_windows):
     """Before any work: the table, and what makes it."""
-    with pytest.raises(PlanError, match=r"needs the table modes_alpha.*ace plan MODEL .*--policy modes` calibrates"):
+    with pytest.raises(PlanError, match=r"needs the table modes_alpha.*ace plan MODEL .*--policy modes` makes it"):
         ACE(demo_plan, policy="modes")
     with pytest.raises(TextError, match="got none"):
-        calibrate(demo_plan, make("modes"), demo_model, None)
+        prepare(demo_plan, make("modes"), demo_model, None)
     with pytest.raises(PlanError, match="every MoE layer"):
         demo_plan.with_tables({"0": {"aimer": torch.ones(32)}})
     ace = ACE(demo_plan)
     with ace(demo_model), pytest.raises(IntegrationError, match="Detach it"):
-        calibrate(demo_plan, make("naee"), demo_model, few_windows)
+        prepare(demo_plan, make("naee"), demo_model, few_windows)
 
 
 def test_tables_from_weights_are_made_on_attaching(demo_model, demo_plan):
@@ -93,9 +94,12 @@ def test_tables_from_weights_are_made_on_attaching(demo_model, demo_plan):
     assert demo_plan.lacks(["aimer"]) == ["aimer"]
 
 
-def test_from_pretrained_calibrates_on_its_text(demo_model):
-    """A calibrated policy in one step: tables, calibration on the text's first windows, threshold, realised ratio."""
-    ace = ACE.from_pretrained(MODEL, skip=0.3, text=TEXT, tokens=1024, policy="naee")
+def test_a_calibrated_policy_in_python(demo_model, demo_plan, few_windows):
+    """Its table on a text, a threshold, the realised ratio; without the table the error says what makes it."""
+    with pytest.raises(PlanError, match=r"naee_median.*ace_moe\.lab\.policies\.prepare"):
+        ACE.from_pretrained(MODEL, skip=0.3, text=TEXT, tokens=1024, policy="naee")
+    plan = prepare(demo_plan, make("naee"), demo_model, few_windows)
+    ace = ACE(map_budgets(demo_model, plan, make("naee"), few_windows, [0.3]).plan, 0.3, policy="naee")
     with ace(demo_model), torch.no_grad():
         demo_model(torch.arange(64)[None])
         assert 0.1 < ace.realised < 0.5
@@ -108,7 +112,7 @@ def test_budget_command_prepares(tmp_path):
     build_plan(MODEL).save(path)
     small = ("--text", TEXT, "--tokens", 256, "--window", 128, "--budgets", 0.5, "--no-correct", "--json")
     for policy, needed in (("naee", "naee_median"), ("rcr:centred=false", "rcr_uncentred")):
-        ran = run_ace("budget", MODEL, "--plan", path, "--policy", policy, *small)
+        ran = run_ace("plan", MODEL, "--plan", path, "--policy", policy, *small)
         assert ran.code == 0, ran.err
         assert not Plan.load(path).lacks([needed])
         again = run_ace(
@@ -119,7 +123,7 @@ def test_budget_command_prepares(tmp_path):
 
 
 def test_prepare_does_not_do_it_again(ready_plan, demo_model):
-    for name in POLICIES:
+    for name in NAMES:
         assert prepare(ready_plan, make(name), demo_model, None) is ready_plan
 
 
@@ -151,11 +155,11 @@ def test_uncentred_rcr_table(demo_model):
 
 
 def test_weight_similarity_table(demo_model):
-    layer = MoEModel.of(demo_model).layer(MoEModel.of(demo_model).sites[1])
     experts, scale = layer_of(demo_model, 1).experts, demo_model.model.layers[1].post_attention_layernorm.weight.float()
     signatures = []
     for e in range(32):
         gate, up = (experts.gate_up_proj[e].float() * scale).chunk(2)
         signatures.append(torch.cat([up.norm(dim=1), gate.norm(dim=1), experts.down_proj[e].float().norm(dim=0)]))
     expected = F.cosine_similarity(torch.stack(signatures)[:, None], torch.stack(signatures)[None], dim=-1).detach()
-    torch.testing.assert_close(tables_of(layer, ["sere_weights"])[0]["sere_weights"], expected, rtol=1e-5, atol=1e-6)
+    found = calibrate(make("sere:ace-paper"), demo_model, None)["1"]["sere_weights"]
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)

@@ -12,16 +12,17 @@ from demo_parts import expert, layer_of, logits_of
 
 from ace_moe import ACE
 from ace_moe.errors import StructureError
+from ace_moe.lab.policies import calibrate
+from ace_moe.lab.policies.calls import Call, answers, sites, watch
+from ace_moe.lab.policies.diep import train
+from ace_moe.lab.policies.expert_sparsity import Loss
 from ace_moe.policies import make
-from ace_moe.policies.calibration import Call, answers, sites, watch
-from ace_moe.policies.diep import train
-from ace_moe.policies.expert_sparsity import Loss
 from ace_moe.scoring.predictions import score
 
 
 @torch.no_grad()
 def test_naee_median_of_the_routers_probabilities(fp32, few_windows):
-    found = make("naee").calibrate(fp32, few_windows)
+    found = calibrate(make("naee"), fp32, few_windows)
     logits = fp32(input_ids=few_windows.ids, output_router_logits=True, use_cache=False).router_logits
     for number in range(6):
         p = logits[number].double().softmax(-1).sort(descending=True).values
@@ -31,7 +32,7 @@ def test_naee_median_of_the_routers_probabilities(fp32, few_windows):
 
 def test_modes_alpha_is_the_kl_without_a_layer(fp32, few_windows):
     """Written by taking the layer's down projections to zero in a copy."""
-    found = make("modes").calibrate(fp32, few_windows)
+    found = calibrate(make("modes"), fp32, few_windows)
     with torch.no_grad():
         whole = logits_of(fp32, few_windows).double().log_softmax(-1)
         loss = []
@@ -46,7 +47,7 @@ def test_modes_alpha_is_the_kl_without_a_layer(fp32, few_windows):
 
 @torch.no_grad()
 def test_sere_similarity(fp32, few_windows, seen):
-    found = make("sere").calibrate(fp32, few_windows)["2"]["sere_similarity"]
+    found = calibrate(make("sere"), fp32, few_windows)["2"]["sere_similarity"]
     x = torch.cat([call.hidden for call in seen])
     outputs = [expert(fp32, 2, e, x) for e in range(32)]
     distance = torch.tensor([[float((a - b).norm()) for b in outputs] for a in outputs])
@@ -55,7 +56,7 @@ def test_sere_similarity(fp32, few_windows, seen):
 
 @torch.no_grad()
 def test_reap_saliency(fp32, few_windows, seen):
-    found = make("reap").calibrate(fp32, few_windows)["2"]["reap_saliency"]
+    found = calibrate(make("reap"), fp32, few_windows)["2"]["reap_saliency"]
     total, count = [0.0] * 32, [0] * 32
     for call in seen:
         for x, ids, gates in zip(call.hidden, call.ids.tolist(), call.gates.tolist(), strict=True):
@@ -73,19 +74,19 @@ def test_oracle_runs_the_experts(fp32, few_windows, ready_plan, seen):
 
     class Spy(type(make("oracle"))):
         def contribution(self, routing):
-            asked[len(asked)] = (routing, routing.norms())
+            asked[len(asked)] = (routing, routing.extras.norms(routing))
             return super().contribution(routing)
 
     ace = ACE(ready_plan, policy=make("oracle"), allow_other_weights=True)
     with ace(fp32):
-        for layer in ace.runtime.layers.values():
+        for layer in ace.deciders.values():
             layer.policy = Spy()
         logits_of(fp32, few_windows)
     routing, norms = asked[0]
     for t, i in itertools.product((0, 17, 101), range(8)):
         expected = expert(fp32, 0, int(routing.ids[t, i]), routing.hidden[t : t + 1]).norm()
         assert float(norms[t, i]) == pytest.approx(float(expected), rel=1e-4)
-    scale = make("oracle:raw").calibrate(fp32, few_windows)
+    scale = calibrate(make("oracle:raw"), fp32, few_windows)
     largest = max(float((r.gates * n).max()) for r, n in asked.values())
     assert [float(layer["oracle_scale"]) for layer in scale.values()] == pytest.approx([largest] * 6, rel=1e-4)
 
@@ -94,8 +95,10 @@ def test_oracle_runs_the_experts(fp32, few_windows, ready_plan, seen):
 def test_alloc_l_sensitivity(fp32, few_windows, monkeypatch):
     """S[l, j]: layer l with j slots, later layers with one, earlier ones untouched; by a model with those gates set to 0."""
     asked = []
-    monkeypatch.setattr("ace_moe.policies.allocation.allocate", lambda costs: asked.extend(costs) or torch.ones(43, 6))
-    make("alloc_l").calibrate(fp32, few_windows)
+    monkeypatch.setattr(
+        "ace_moe.lab.policies.allocation.allocate", lambda costs: asked.extend(costs) or torch.ones(43, 6)
+    )
+    calibrate(make("alloc_l"), fp32, few_windows)
     assert [len(c) for c in asked] == [8] * 6
     assert float(asked[5][7]) == pytest.approx(score(fp32, few_windows).perplexity, rel=1e-9)
     for number, j in ((0, 3), (4, 8)):
@@ -150,7 +153,7 @@ def test_lexi_feeds_gaussian_noise(fp32, monkeypatch):
     monkeypatch.setattr(
         type(policy), "distances", lambda self, experts, call: got.setdefault(id(experts), call) and torch.rand(8)
     )
-    policy.calibrate(fp32, None)
+    calibrate(policy, fp32, None)
     calls = list(got.values())
     assert len(calls) == 6 and all(c.hidden.shape == (200, 192) for c in calls)
     for number, call in enumerate(calls):
@@ -164,7 +167,7 @@ def test_lexi_says_where_it_has_no_meaning():
     import zoo
 
     with pytest.raises(StructureError, match=r"LExI is undefined: layer 0.*alloc_l"):
-        make("lexi").calibrate(zoo.build("gemma4"), None)
+        calibrate(make("lexi"), zoo.build("gemma4"), None)
 
 
 # ---- NAEE's pruning ---------------------------------------------------------------------------------------------

@@ -4,14 +4,15 @@ from dataclasses import fields
 
 import pytest
 import torch
-from policy_cases import EXPERTS, KINDS, VARIANTS, K, label, of, part, routing, tables
+from policy_cases import EXPERTS, KINDS, NAMES, VARIANTS, K, extras, label, norms_of, of, part, routing, tables
 
 from ace_moe import rule
-from ace_moe.decider.layer import Layer
+from ace_moe.decider import Decider
 from ace_moe.decider.rows import Same, row_of
 from ace_moe.decider.state import State
 from ace_moe.errors import PolicyError
-from ace_moe.policies import POLICIES, TokenPolicy, make
+from ace_moe.lab.policies.allocation import LayerwisePolicy
+from ace_moe.policies import TokenPolicy, find, make
 from ace_moe.rule import GAINS
 
 variants = pytest.mark.parametrize("variant", VARIANTS, ids=label)
@@ -59,7 +60,7 @@ def test_what_comes_back(variant, kind, gain):
 def _check_gain(gain, given, found, variant):
     some = found.keep.any(-1)
     before, after = given.gates[some], found.gates[some]
-    if variant == ("fixed", {"denominator": 6}):
+    if variant == ("halving", {"denominator": 6}):
         return  # its own denominator comes on top
     if gain == "kept":
         torch.testing.assert_close(after.sum(-1), before.sum(-1))
@@ -115,10 +116,9 @@ def test_min_active_alone_keeps_that_many():
 def test_the_realised_ratio_is_counted_right(variant, mask):
     """The counters against a set of (token, expert) pairs; padding counts neither way."""
     policy, given = of(variant), routing("unsorted", 0.4, tokens=40, mask=mask)
-    layer = Layer("0", policy, tables(), State(), EXPERTS)
+    layer = Decider("0", policy, tables(), State(), experts=EXPERTS)
     layer.state.set(torch.full((4,), 0.4))
-    layer.tokens, layer.logits = Sequences(given.token_mask), given.logits
-    layer._norms = lambda hidden, ids: given.norms()
+    layer.tokens, layer.extras = Masked(given.token_mask), given.extras
     ids, gates = layer.decide(given.ids, given.gates, given.hidden)
     real = set(range(40)) if given.token_mask is None else set(given.token_mask.nonzero().flatten().tolist())
     run = {(t, e) for t in real for e in ids[t].tolist() if e < EXPERTS}
@@ -127,7 +127,7 @@ def test_the_realised_ratio_is_counted_right(variant, mask):
     assert (gates[ids == EXPERTS] == 0).all()
 
 
-class Sequences(Same):
+class Masked(Same):
     """Two prompts of 20 tokens, some of them padding."""
 
     def __init__(self, mask):
@@ -138,11 +138,8 @@ class Sequences(Same):
         rows = super().rows(tokens, device)
         return rows if self.mask is None else torch.where(self.mask, rows, 0)
 
-    def length(self, tokens):
-        return 20
 
-
-LOCAL = [v for v in VARIANTS if getattr(of(v), "token_local", False)]
+LOCAL = [v for v in VARIANTS if isinstance(of(v), (TokenPolicy, LayerwisePolicy)) and v[0] != "pesf"]
 
 
 @pytest.mark.parametrize("variant", LOCAL, ids=label)
@@ -177,7 +174,9 @@ def test_padding_has_no_say_in_a_batch(variant):
     other = routing("sorted", 0.4, tokens=20, seed=5)
     real = given.token_mask[:, None]
     mixed = given._replace(
-        **{name: torch.where(real, getattr(given, name), getattr(other, name)) for name in ("ids", "gates", "logits")}
+        ids=torch.where(real, given.ids, other.ids),
+        gates=torch.where(real, given.gates, other.gates),
+        extras=extras(torch.where(real, given.extras.logits, other.extras.logits), norms_of(given), 10),
     )
     one, two = of(variant).route(given), of(variant).route(mixed)
     assert torch.equal(one.keep[given.token_mask], two.keep[given.token_mask])
@@ -189,9 +188,9 @@ def test_no_host_sync_and_no_shape_from_data(variant):
     """Meta tensors have no values: whatever asks for one, or makes a shape of one, fails."""
     given = routing()
     meta = {name: t.to("meta") for name, t in given.tables.items()}
-    norms = given.norms().to("meta")
-    tensors = {n: getattr(given, n).to("meta") for n in ("ids", "gates", "threshold", "logits", "hidden")}
-    found = of(variant).route(given._replace(**tensors, tables=meta, norms=lambda: norms))
+    tensors = {n: getattr(given, n).to("meta") for n in ("ids", "gates", "threshold", "hidden")}
+    gathered = extras(given.extras.logits.to("meta"), norms_of(given).to("meta"), len(given.ids) // 2)
+    found = of(variant).route(given._replace(**tensors, tables=meta, extras=gathered))
     assert found.ids.shape == found.gates.shape == found.keep.shape == given.ids.shape
 
 
@@ -217,7 +216,7 @@ def test_few_tokens(variant, tokens):
 @pytest.mark.parametrize(
     ("name", "bad"),
     [
-        ("fixed", {"denominator": -1}),
+        ("halving", {"denominator": -1}),
         ("sere", {"select": 0}),
         ("sere", {"group": -2}),
         ("xshare", {"group": 1.5}),
@@ -238,10 +237,10 @@ def test_every_policy_says_what_it_is():
         assert set(policy.needs) <= set(tables())
 
 
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", NAMES)
 def test_switches_are_true_or_false(name):
     """Not "False", as Python spells it: a text that is not empty would count as true."""
-    for switch in (f.name for f in fields(POLICIES[name]) if f.type == "bool"):
+    for switch in (f.name for f in fields(find(name)) if f.type == "bool"):
         assert getattr(make(f"{name}:{switch}=false"), switch) is False
         for wrong in ("False", "no", "0", "null"):
             with pytest.raises(PolicyError, match=f"{switch} is true or false"):

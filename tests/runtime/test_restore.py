@@ -33,7 +33,7 @@ def tokens(model, batch, length, seed=0):
 def seen(ace):
     """What every layer decided: (kept by the rule, run), by call."""
     made = []
-    for layer in ace.runtime.layers.values():
+    for layer in ace.deciders.values():
         stock = layer._restored
 
         def watched(routing, decision, rows, stock=stock):
@@ -73,7 +73,7 @@ def test_reads_are_the_plain_rules(demo_model, demo_plan):
         with ACE(demo_plan, policy="share", restore=restore, reads=True)(demo_model) as ace:
             ace.set_threshold(0.14)
             decode(demo_model, ids, 1)
-            found[restore] = ace.runtime.reads()["0"].tolist()
+            found[restore] = ace.deciders.reads()["0"].tolist()
     assert found[False] == found[True] and found[True][0][0] < found[True][0][1]
 
 
@@ -139,7 +139,7 @@ def test_what_cannot_be_restored_is_refused(demo_plan):
 def test_kernels_and_torch_restore_alike():
     """Through a layer, as engines call it."""
     pytest.importorskip("triton")
-    from ace_moe.decider import Runtime, row_of
+    from ace_moe.decider import Deciders, row_of
     from ace_moe.decider.rows import Same
     from ace_moe.plan import Plan
 
@@ -151,10 +151,10 @@ def test_kernels_and_torch_restore_alike():
     ids = torch.rand(20, size["experts"], generator=g).argsort(1)[:, : size["top_k"]]
     gates = torch.rand(20, size["top_k"], generator=g).softmax(-1)
     for kernels in (True, False):
-        runtime = Runtime(plan, Share(), restore=True)
-        layer = runtime.add(key, -1, "cpu", kernels=kernels, opaque=False)
+        deciders = Deciders(plan, Share(), restore=True)
+        layer = deciders.add(key, skipped=-1, kernels=kernels, opaque=False)
         layer.tokens = Same(row_of("decode"))
-        runtime.set(torch.full((3,), 0.45))
+        deciders.set(torch.full((3,), 0.45))
         found.append((*layer.decide(ids, gates), layer.counts, layer.reads))
     for ours, torchs in zip(*found, strict=True):
         torch.testing.assert_close(ours, torchs, rtol=1e-6, atol=1e-7)

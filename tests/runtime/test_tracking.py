@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 import zoo
 from ace_moe import ACE, build_plan
 from ace_moe.decider import row_of
+from ace_moe.decider.controller import HIGHEST, LOWEST, Controller, moved
 from ace_moe.decider.report import NOT_COUNTED
 from ace_moe.decider.rows import Same, rows_for
-from ace_moe.decider.state import NONE, State
-from ace_moe.decider.tracking import HIGHEST, LOWEST, Tracker, moved
+from ace_moe.decider.state import UNCONTROLLED, State
 from ace_moe.errors import OptionError, PolicyError
 
 K, LAYERS = 8, 4
@@ -32,7 +32,7 @@ def test_the_budget_is_kept_across_workloads(asked, batch, seed):
     """Over any 2,000 tokens behind the first 2,000, also where the workload changes: within three points."""
     g = torch.Generator().manual_seed(seed)
     slots = torch.cat([stream(g, 4000, flat) for flat in (0.6, 1.1, 0.8)])
-    tau, target = torch.tensor([0.0, 0.02, 0.9]), torch.tensor([NONE, asked, NONE])
+    tau, target = torch.tensor([0.0, 0.02, 0.9]), torch.tensor([UNCONTROLLED, asked, UNCONTROLLED])
     skipped = []
     for step in slots.split(batch):
         kept = int((~(step < tau[1])).sum())
@@ -57,7 +57,7 @@ def test_it_stays_within_bounds_and_still_rows_stay(step, seed):
 
 def test_the_kernel_moves_alike():
     pytest.importorskip("triton")
-    from ace_moe.decider.tracking import RATE
+    from ace_moe.decider.controller import RATE
     from ace_moe.kernels.track import launch_track
 
     g = torch.Generator().manual_seed(0)
@@ -66,7 +66,7 @@ def test_the_kernel_moves_alike():
         c[:, 1] = torch.minimum(c[:, 0], c[:, 1])
     seen = torch.randint(0, 20, (7, 2), generator=g)
     seen[2] = sum(counts)[2, :2]
-    tau, target = torch.rand(7, generator=g), torch.tensor([NONE, 0.3, 0.5, 0.6, NONE, 0.9, 0.1])
+    tau, target = torch.rand(7, generator=g), torch.tensor([UNCONTROLLED, 0.3, 0.5, 0.6, UNCONTROLLED, 0.9, 0.1])
     total = sum(counts)[:, :2]
     expected = moved(tau, target, total - seen, 40)
     launch_track(counts, tau, target, seen, 40, RATE, LOWEST, HIGHEST)
@@ -120,11 +120,11 @@ def test_rules_ratio_counts_not_what_was_restored(demo_model, demo_plan, demo_wi
 def test_a_pass_aside_leaves_thresholds_alone(demo_model, demo_plan, demo_windows):
     with ACE(demo_plan, 0.5, policy="share", control="track")(demo_model) as ace:
         run(demo_model, demo_windows.ids[:2, :30], 20)
-        tau, target = ace.thresholds, ace.runtime.state.target
-        with ace.runtime.aside():
+        tau, target = ace.thresholds, ace.deciders.state.target
+        with ace.deciders.bypass():
             run(demo_model, demo_windows.ids[:2, :30], 20)
         assert (
-            torch.equal(ace.thresholds, tau) and ace.runtime.state.target[row_of("decode")] == target[row_of("decode")]
+            torch.equal(ace.thresholds, tau) and ace.deciders.state.target[row_of("decode")] == target[row_of("decode")]
         )
         run(demo_model, demo_windows.ids[:2, :30], 1)
         assert not torch.equal(ace.thresholds, tau)
@@ -133,7 +133,7 @@ def test_a_pass_aside_leaves_thresholds_alone(demo_model, demo_plan, demo_window
 def test_a_pass_aside_says_nothing_of_padding(demo_model, demo_plan, demo_windows):
     """Whether padding was counted is said of what was counted."""
     with ACE(demo_plan)(demo_model) as ace:
-        with ace.runtime.aside():
+        with ace.deciders.bypass():
             demo_model(demo_windows.ids[:2, :8])
         assert ace.report()["padding"] == NOT_COUNTED
         demo_model(demo_windows.ids[:2, :8])
@@ -179,10 +179,10 @@ def test_a_device_has_one_state_whichever_name_it_goes_by():
 
 def test_thresholds_move_on_with_a_model_that_is_moved():
     """What stays on the device it came from is not asked for where a threshold is."""
-    state, layer = State(), SimpleNamespace(counts=torch.zeros(rows_for(1), 3, dtype=torch.int64), width=8)
+    state, layer = State(), SimpleNamespace(counts=torch.zeros(rows_for(1), 3, dtype=torch.int64), top_k=8)
     state.on(torch.device("meta"))
     state.set(torch.full((rows_for(1),), 0.1), torch.full((rows_for(1),), 0.5))
-    tracker = Tracker({"0": layer}, state)
+    tracker = Controller({"0": layer}, state)
     tracker.shared.tau[1] = 0.7
     assert float(state.tau[1]) == pytest.approx(0.7)
     layer.counts = layer.counts.to("meta")

@@ -123,10 +123,10 @@ def reference(
     sequences = [model.generate(torch.tensor([p], device=model.device), **more)[0] for p in starts]
     ace.reset()
     scores = Scores()
-    with ace.runtime.observed(lambda key: scores):
+    with ace.deciders.observed(lambda key: scores):
         logprobs = [model(s[None, :-1]).logits[0].float().log_softmax(-1).cpu() for s in sequences]
     every = scores.sorted()
-    counts = {key: tuple(c.sum(0)[:2].tolist()) for key, c in ace.runtime.counts().items()}
+    counts = {key: tuple(c.sum(0)[:2].tolist()) for key, c in ace.deciders.counts().items()}
     tokens = [s[len(p) :].tolist() for s, p in zip(sequences, starts, strict=True)]
     nearest = float((every - threshold).abs().min())
     return Reference(threshold, tokens, logprobs, counts, nearest, ace.realised), every

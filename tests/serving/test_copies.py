@@ -47,7 +47,7 @@ def test_from_tables_to_a_server(name: str, tmp_path: Path, tried: Callable[...,
     text.write_text("All that is gold does not glitter, not all those who wander are lost. " * 20)
     assert run_ace("plan", packed, "--tables", "-o", plan).code == 0
     sizes = ("--window", 32, "--tokens", 256, "--budgets", "0.3")
-    assert run_ace("budget", packed, "--plan", plan, "--text", text, *sizes, "--expand").code == 0
+    assert run_ace("plan", packed, "--plan", plan, "--text", text, *sizes, "--expand").code == 0
     run = ("--plan", plan, "--skip", 0.3, "--prompt", "gold", "--max-new-tokens", 8, "--json")
     expanded = run_ace("run", packed, *run, "--expand").json
     with serving(tmp_path / "log", plain, "--plan", str(plan), "--skip", "0.3", length=128) as server:

@@ -41,7 +41,7 @@ def test_a_worker_answers_with_values(configured: Callable[..., Any]) -> None:
     for bad, reason in (
         ({}, "not none"),
         ({"skip": 0.5, "threshold": 0.1}, "not both"),
-        ({"skip": {"decode": 0.5}}, "name prefill and decode"),
+        ({"skip": {"decode": 0.5}}, "names prefill and decode"),
         ({"threshold": "much"}, "A threshold is"),
     ):
         assert reason in worker.ace_set(**bad)["error"]  # type: ignore[arg-type]
@@ -62,7 +62,7 @@ def test_a_budget_by_another_texts_thresholds(mapped: Any, configured: Callable[
     """A name that the plan does not know changes nothing."""
     worker = Ranked(configured(plan=mapped), rank=0)
     skipping = worker.vllm_config.additional_config.skipping
-    name = skipping.runtime.plan.workloads[0].name
+    name = skipping.deciders.plan.workloads[0].name
     assert "error" not in worker.ace_set(skip=0.5, workload=name) and skipping.workload == name
     before = worker.ace_report()
     assert "nothing.txt" in worker.ace_set(skip=0.2, workload="nothing.txt")["error"]

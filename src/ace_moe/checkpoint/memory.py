@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -89,15 +90,23 @@ class ModelSource:
         return {self._stored(name).format for name in names}
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
-        return {name: self._stored(name).read(self._tensor) for name in names}
+        return {name: self._read(self._stored(name)) for name in names}
+
+    def _read(self, stored: Stored) -> Tensor:
+        parts = {key: self._tensor(key) for key in stored.keys}
+        return stored.read(parts.__getitem__)
+
+    def _expert(self, stored: Stored, number: int, device: torch.device | str | None = None) -> Tensor:
+        parts = {key: self._tensor(key) for key in stored.keys}
+        return stored.expert(parts.__getitem__, number, device)
 
     def stack(self, name: str) -> Tensor | Stack:
         stored = self._stored(name)
         if stored.format == "plain":
             return self._tensor(name)
         whole, device = self.tensors[name].shape, self.tensors[name].device
-        first = stored.expert(self._tensor, 0)
-        return Stack(lambda e, d: stored.expert(self._tensor, e, d), torch.Size((whole[0], *first.shape)), device)
+        first = self._expert(stored, 0)
+        return Stack(partial(self._expert, stored), torch.Size((whole[0], *first.shape)), device)
 
     def _tensor(self, name: str) -> Tensor:
         found = self.tensors[name].detach()
@@ -118,4 +127,4 @@ class ModelSource:
         found = self.tensors.get(name)
         if found is None or found.is_meta or found.dim() != 3:
             return None
-        return self._stored(name).expert(self._tensor, expert)[list(wanted)]
+        return self._expert(self._stored(name), expert)[list(wanted)]

@@ -5,15 +5,18 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from ..errors import AceError, BudgetError
 from . import options as opt
 from . import show
-from .common import SKIP, err, note, out, print_json, say, warn_of_loss
-from .groups import Deciding, Loading, command
+from .app import command
+from .common import SKIP, warn_of_loss
+from .groups import Deciding, Loading
 from .options import option, plan_option
+from .terminal import err, note, out, print_json, say
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -55,8 +58,7 @@ def run(
 
     check_prompt(prompt, max_new_tokens)
     warn_of_loss([skip], quiet)
-    ace = _ace(model, plan, skip, workload, allow_other_weights, deciding, loading)
-    tokenizer, loaded = loading.load_both(model)
+    ace, tokenizer, loaded = _open(model, plan, skip, workload, allow_other_weights, deciding, loading)
     template = has_template(tokenizer) if chat is None else chat
     text = as_text(tokenizer, [{"role": "user", "content": prompt}], template)
     ids = tokens_of(loaded, tokenizer, text, template)
@@ -73,18 +75,21 @@ def run(
     say(f"{said}; {written.tokens} tokens, {written.speed:.1f} a second", err)
 
 
-def _ace(
+def _open(
     model: str, plan: Path | None, skip: float, workload: str | None, other: bool, deciding: Deciding, loading: Loading
-) -> ACE:
-    """With the plan that was given, or the one that is kept for this model, made where there is none."""
+) -> tuple[ACE, Any, PreTrainedModel]:
+    """(ACE, tokenizer, model) with the plan that was given, or the one that is kept for this model."""
     from ..ace import ACE
-    from ..engines.vllm.settings import Settings
-    from .serving import find_plan
+    from ..checkpoint.loading import load_tokenizer
+    from ..policies import policy_for
+    from .mapped import mapped_plan
 
+    load = cache(loading.load)
     if plan is None:
-        settings = Settings.from_dict({"skip": skip, "workload": workload, **deciding.given})
-        plan, workload = find_plan(model, None, settings, None, loading.load)
-    return ACE.load(plan, skip, workload=workload, allow_other_weights=other, **deciding.given)
+        policy_of = partial(policy_for, workload=workload, **deciding.given)
+        plan, workload = mapped_plan(model, None, policy_of, [skip], load=load, workload=workload)
+    ace = ACE.load(plan, skip, workload=workload, allow_other_weights=other, **deciding.given)
+    return ace, load_tokenizer(model), load(model)
 
 
 @contextmanager
@@ -123,8 +128,7 @@ def chat(
     from ..writing import check_prompt, has_template
 
     check_prompt("-", max_new_tokens)
-    ace = _ace(model, plan, skip, workload, allow_other_weights, deciding, loading)
-    tokenizer, loaded = loading.load_both(model)
+    ace, tokenizer, loaded = _open(model, plan, skip, workload, allow_other_weights, deciding, loading)
     uses = has_template(tokenizer) if template is None else template
     say(f"{opt.as_typed(model)}, {skip:.0%} of slots skipped. /help lists what else can be said.", err)
     with ace(loaded):
@@ -178,7 +182,9 @@ def _number(text: str) -> float:
     try:
         return float(text)
     except ValueError:
-        raise BudgetError(f"A budget is a fraction of the routed slots, such as 0.4; {text!r} is no number.") from None
+        raise BudgetError(
+            f"A budget is a fraction of the routed slots, such as 0.4; {text!r} is not a number."
+        ) from None
 
 
 def _lines() -> Iterator[str]:

@@ -9,8 +9,10 @@ import typer
 
 from . import options as opt
 from . import show, show_texts
-from .common import app, err, out, print_json, say
+from .app import app
 from .options import option
+from .outputs import check_folder
+from .terminal import err, out, print_json, say
 
 if TYPE_CHECKING:
     from ..plan import Plan
@@ -40,12 +42,20 @@ def show_plan(plan: Plan, as_json: bool) -> None:
     return out.print(show_texts.texts_table(texts)) if texts else None
 
 
-@app.command(epilog="Example: ace policies")
-def policies(as_json: opt.AsJson = False) -> None:
+MAIN = ("share", "ace", "gsp", "rcr", "top_p", "relative", "fixed")  # what needs no text; `ace tune` chooses among them
+
+
+@app.command(epilog="Example: ace policies --all")
+def policies(
+    everything: Annotated[bool, option("Also those to compare with, and those that need a text.", "--all")] = False,
+    as_json: opt.AsJson = False,
+) -> None:
     """The methods that decide slots, for --policy and --methods, with what each needs."""
+    from ..lab.policies import LAB_POLICIES
     from ..policies import POLICIES
 
-    found = {name: ((cls.__doc__ or "").strip().splitlines()[0], list(cls().tables)) for name, cls in POLICIES.items()}
+    shown = {**POLICIES, **LAB_POLICIES} if everything else {name: POLICIES[name] for name in MAIN}
+    found = {name: ((cls.__doc__ or "").strip().splitlines()[0], list(cls().tables)) for name, cls in shown.items()}
     if as_json:
         return print_json({name: {"about": about, "needs": needs} for name, (about, needs) in found.items()})
     rows = [[name, about, ", ".join(needs) or "–"] for name, (about, needs) in found.items()]
@@ -63,7 +73,7 @@ def demo(
     from .. import demo as tour
     from .show_written import print_pair
 
-    show.check_folder(output)
+    check_folder(output)
     cells = tour.run(output, say=lambda line: err.print(line))
     picture = tour.draw(cells, output / "demo.png")
     pair = tour.pair(output)

@@ -64,7 +64,7 @@ POLICIES = (
     "The method that decides slots: auto (what the plan recommends or was mapped with last, else share), ace, gsp, rcr, "
     "share, fixed, top_p … (ace policies lists all)."
 )
-GAINS = "How kept gates are rescaled: power, kept, none, aligned, or a number such as 1.05."
+GAINS = "How kept gates are rescaled: power, kept, none, or a number such as 1.05."
 THRESHOLDS = "Thresholds of this text, if the plan has several. Default: the plan's own."
 Skip = Annotated[float, option("The budget: fraction of routed slots to skip.")]
 PolicyName = Annotated[str, option(POLICIES)]

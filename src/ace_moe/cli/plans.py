@@ -1,73 +1,36 @@
-"""From a checkpoint to a plan: tables, thresholds for budgets, and both at once."""
+"""From a checkpoint to a plan: tables, thresholds for budgets, or a bound on KL."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from ..errors import BudgetError, OptionError
+from ..errors import BudgetError, OptionError, OutputError
 from . import options as opt
 from . import show
-from .common import check_texts, made_of, note, out, parse_budgets, print_json, reachable, say, warn_of_loss
-from .groups import Deciding, Loading, command
+from .app import command
+from .common import check_texts, made_of, parse_budgets, reachable, warn_of_loss
+from .groups import Deciding, Loading
 from .options import option
-from .outputs import check_output
+from .outputs import check_output, check_writable
+from .terminal import note, out, print_json, say
 
 if TYPE_CHECKING:
     from ..plan import Plan
 
 EVERY = "0.1:0.6:0.1"  # budgets that are mapped where none are named
+PLAN = "Where the plan goes; one that is there is continued."
 TEXTS = (
     "Unlabelled text of the kind the model will serve: .txt, or .jsonl with `text`; several are mapped one by one "
     "and together, as `mixed`. Default: the model writes its own."
 )
-TABLES = "Only make a plan with the tables of the paper's rule, from the checkpoint alone; no text, no pass."
+TABLES = "Only add the tables of the paper's rule, from the checkpoint alone; no text, no pass."
 MAX_KL = "Instead of budgets: the most that can be skipped with at most this KL (nats a token)."
-READS = "Instead of budgets: what must be skipped to read this part of the experts in decode."
 CORRECT = "Correct τ on the skipped model until the realised ratio fits. Default: all but the paper's."
 DEFAULT = "Use this text (of several: mixed) where none is named. Default: the first."
-Texts = Annotated[list[Path] | None, option(TEXTS)]
-Out = Annotated[Path, option("Where the plan goes.", "--out", "--output", "-o")]
-
-
-@dataclass(frozen=True)
-class Aim:
-    """A budget in other words, found on each text."""
-
-    max_kl: Annotated[float | None, option(MAX_KL)] = None
-    reads: Annotated[float | None, option(READS)] = None
-    sequences: Annotated[int, option("Sequences of a decode step, for --reads.")] = 16
-
-    @property
-    def given(self) -> bool:
-        return self.max_kl is not None or self.reads is not None
-
-    def check(self, budgets: str) -> None:
-        if self.given and budgets != EVERY:
-            raise BudgetError("--max-kl and --reads find the budget themselves: leave --budgets out.")
-        if self.max_kl is not None and not 0 < self.max_kl < math.inf:
-            raise BudgetError(f"--max-kl is a number of nats above 0, such as 0.05; not {self.max_kl:g}.")
-        if self.reads is not None and (not 0 < self.reads < 1 or self.sequences < 1 or self.max_kl is not None):
-            raise BudgetError(
-                "--reads is a part of the experts between 0 and 1, for one or more --sequences, without --max-kl."
-            )
-
-    def found(self, model: Any, plan: Plan, policy: Any, windows: Any, batch: int) -> tuple[list[float], Plan]:
-        """The budget, if there is one, and the plan with what was measured on the way."""
-        from ..mapping import least_reading, most_within
-
-        if self.max_kl is not None:
-            ratio, plan = most_within(model, plan, policy, windows, self.max_kl, batch)
-            note(f"{ratio:.0%} can be skipped within a KL of {self.max_kl:g} on {windows.workload.name}")
-        else:
-            assert self.reads is not None
-            ratio, plan = least_reading(model, plan, policy, windows, self.reads, self.sequences)
-            note(f"{ratio:.0%} skipped reads at most {self.reads:.0%} of the experts of {self.sequences} sequences")
-        return [ratio] if ratio else [], plan
 
 
 @command(epilog="Example: ace plan Qwen/Qwen3-30B-A3B --text sample.txt")
@@ -75,74 +38,11 @@ def plan(
     model: opt.Model,
     deciding: Deciding,
     loading: Loading,
-    output: Out = Path("plan.safetensors"),
+    output: Annotated[Path, option(PLAN, "--out", "--output", "-o", "--plan", "-p")] = Path("plan.safetensors"),
+    text: Annotated[list[Path] | None, option(TEXTS)] = None,
+    budgets: opt.Budgets = EVERY,
+    max_kl: Annotated[float | None, option(MAX_KL)] = None,
     tables: Annotated[bool, option(TABLES, "--tables")] = False,
-    text: Texts = None,
-    budgets: opt.Budgets = EVERY,
-    window: opt.Window = 1024,
-    tokens: opt.Tokens = 65536,
-    as_json: opt.AsJson = False,
-) -> None:
-    """Everything skipping needs, in one file: thresholds for your budgets on a text, and the tables a policy reads.
-
-    A plan that is there is continued.
-    """
-    from ..policies import choose
-
-    if tables and text:
-        raise OptionError("--tables makes no pass over a text: leave --text out.")
-    if tables:
-        return make_tables(model, output, loading.device, as_json)
-    if not output.exists():  # reading a large checkpoint takes long: what `budget` would refuse is refused first
-        choose(**deciding.given)
-        parse_budgets(budgets)
-        check_texts(text or (), window, tokens)
-        make_plan(model, output)
-    budget(model, output, deciding, loading, Aim(), text, budgets, window=window, tokens=tokens, as_json=as_json)
-    if not as_json:
-        say(f"Next: ace run {opt.as_typed(model)} --plan {opt.as_typed(output)} --beside --prompt TEXT")
-
-
-def make_tables(model: str, output: Path, device: str | None, as_json: bool) -> None:
-    """Write a plan with the tables of the paper's rule, from the checkpoint alone, and show them."""
-    from ..tables import PAPER
-
-    start = time.perf_counter()
-    plan = make_plan(model, output, PAPER, device)
-    seconds = time.perf_counter() - start
-    if as_json:
-        facts = {"plan": str(output), "layers": len(plan.layers), "undefined": plan.undefined, "seconds": seconds}
-        return print_json(facts)
-    for reason in plan.undefined.values():
-        note(reason)
-    out.print(show.plan_table(plan))
-    following = f"ace plan {opt.as_typed(model)} --plan {opt.as_typed(output)} --text FILE"
-    say(f"{output}: {len(plan.layers)} layers in {seconds:.1f} s. Next: {following}")
-
-
-def make_plan(model: str, output: Path, tables: Sequence[str] = (), device: str | None = None) -> Plan:
-    """A new plan in a file, with the command that made it; nothing is written where it may not be."""
-    from ..checkpoint.loading import check_device
-    from ..provenance import provenance
-    from ..tables.build import build_plan
-
-    check_output(output, "plan")
-    if device is not None:
-        check_device(device)
-    plan = replace(build_plan(model, tables, device=device), made=(provenance(device or "cpu"),))
-    plan.save(output)
-    return plan
-
-
-@command(epilog="Example: ace budget Qwen/Qwen3-30B-A3B --plan qwen3.safetensors --text sample.txt")
-def budget(
-    model: opt.Model,
-    plan: opt.PlanPath,
-    deciding: Deciding,
-    loading: Loading,
-    aim: Aim,
-    text: Texts = None,
-    budgets: opt.Budgets = EVERY,
     window: opt.Window = 1024,
     tokens: opt.Tokens = 65536,
     batch: opt.Batch = 1,
@@ -154,52 +54,115 @@ def budget(
     allow_other_weights: opt.AllowOtherWeights = False,
     as_json: opt.AsJson = False,
 ) -> None:
-    """Map budgets to thresholds: a pass over a text, two or three more for each budget, into the plan.
+    """Map budgets to thresholds on a text, into one file with the tables that the policy reads.
 
     Stopped by Ctrl-C, the same command goes on. --no-correct and --no-fidelity leave the first pass alone.
-
-    What the policy needs beside, further tables or a calibration on the text's first windows, goes into the plan too.
     """
+    if tables and text:
+        raise OptionError("--tables makes no pass over a text: leave --text out.")
+    if tables:
+        return _add_tables(model, output, loading.device, as_json)
     from ..checkpoint import MoEModel
-    from ..decider.settings import check_tables, policy_for
-    from ..mapping import map_budgets, texts_for
+    from ..lab.policies import CALIBRATIONS, calibration_part, prepare
+    from ..mapping import map_budgets, most_within, windows_by_text
     from ..mapping.unfinished import Partial
-    from ..plan import Plan, update
+    from ..plan import update
+    from ..policies import choose, is_ours, policy_for
     from ..provenance import provenance
-    from ..tables import TABLES
+    from ..tables.check import check_tables
 
-    read = Plan.load(plan)
-    made = policy_for(read, **deciding.given)
-    check_tables(read, made, set(TABLES), calibrates=True)
-    wanted = [] if aim.given else reachable(budgets, EVERY, read.top_k, made.min_active)
-    show.check_writable(plan)
+    choose(**deciding.given)  # reading a large checkpoint takes long: what would be refused after it is refused first
+    parse_budgets(budgets)
     check_texts(text or (), window, tokens, batch)
-    warn_of_loss([] if budgets == EVERY else wanted, quiet)  # a whole curve is no wish
-    aim.check(budgets)
+    if max_kl is not None:
+        _check_bound(max_kl, budgets)
+    read = _open(model, output)
+    policy = policy_for(read, **deciding.given)
+    check_tables(read, policy, CALIBRATIONS)
+    wanted = [] if max_kl is not None else reachable(budgets, EVERY, read.top_k, policy.min_active)
+    warn_of_loss([] if budgets == EVERY else wanted, quiet)  # a whole curve is not a wish
     loaded = loading.load(model)
-    workloads = texts_for(loaded, model, text or (), window, tokens)
-    had = read.check_model(MoEModel.of(loaded).fingerprint(), allow_other_weights)
-    if aim.max_kl is not None:
-        correct = False  # the threshold that was judged, not one beside it
-    how: dict[str, Any] = {"correct": correct, "again": again, "judged": fidelity, "partial": Partial(plan)}
-    record = provenance(loaded.device, made_of(*text or ()))
-    every, passes, before = [], 0, had
+    now = before = read.check_model(MoEModel.of(loaded).fingerprint(), allow_other_weights)
+    record, entries, passes = provenance(loaded.device, made_of(*text or ())), [], 0
 
     def save(now: Plan) -> None:
         """With the command that made it, unless nothing is new."""
-        update(plan, read, now if now == before else replace(now, made=(*before.made, record)))
+        update(output, read, now if now == before else replace(now, made=(*before.made, record)))
 
-    for windows in workloads:
-        if aim.given:
-            wanted, had = aim.found(loaded, had, made, windows, batch)
-        mapped = map_budgets(loaded, had, made, windows, wanted, save=save, batch=batch, **how)
-        had = mapped.plan.with_default(windows.workload) if default else mapped.plan
-        save(had)
-        every += mapped.entries
+    for windows in windows_by_text(loaded, model, text or (), window, tokens):
+        now = prepare(now, policy, loaded, calibration_part(windows))
+        if max_kl is not None:
+            ratio, now = most_within(loaded, now, policy, windows, max_kl, batch)
+            note(f"{ratio:.0%} can be skipped within a KL of {max_kl:g} on {windows.workload.name}")
+            wanted, correct = [ratio] if ratio else [], False  # the threshold that was judged, not one beside it
+        how: dict[str, Any] = {"correct": correct, "again": again, "judged": fidelity, "partial": Partial(output)}
+        mapped = map_budgets(loaded, now, policy, windows, wanted, save=save, batch=batch, **how)
+        now = mapped.plan.with_default(windows.workload) if default else mapped.plan
+        save(now)
+        entries += mapped.entries
         passes += mapped.passes.count
         if not as_json:
             out.print(show.entries_table(mapped.entries))
             said = f"{len(wanted)} thresholds from {windows.workload.tokens:,} tokens of {windows.workload.name}"
-            say(f"{plan}: {said} in {mapped.passes.count} passes.")
+            say(f"{output}: {said} in {mapped.passes.count} passes.")
     if as_json:
-        print_json({"plan": str(plan), "passes": passes, "thresholds": [show.entry_json(t) for t in every]})
+        return print_json({"plan": str(output), "passes": passes, "thresholds": [show.entry_json(t) for t in entries]})
+    named = "" if is_ours(policy.key) else f" --policy {opt.as_typed(policy.key)}"  # a file may not say which code runs
+    say(f"Next: ace run {opt.as_typed(model)} --plan {opt.as_typed(output)}{named} --beside --prompt TEXT")
+
+
+def _check_bound(max_kl: float, budgets: str) -> None:
+    if budgets != EVERY:
+        raise BudgetError("--max-kl finds the budget itself: leave --budgets out.")
+    if not 0 < max_kl < math.inf:
+        raise BudgetError(f"--max-kl is a number of nats above 0, such as 0.05; not {max_kl:g}.")
+
+
+def _open(model: str, path: Path) -> Plan:
+    """The plan of the file, or a new one of this model, which is written at once."""
+    from ..plan import Plan
+    from ..provenance import provenance
+    from ..tables.build import build_plan
+
+    if path.exists():
+        check_writable(path)
+        return Plan.load(path)
+    if path.suffix != ".safetensors" and len(path.parts) == 2 and not path.parent.is_dir():
+        raise OutputError(
+            f"There is no folder {path.parent}. If {path} is a plan of the hub, published plans stay as they are: take a copy "
+            f"with `ace plans get {path} -o plan.safetensors`, and name that."
+        )
+    check_output(path, "plan")
+    plan = replace(build_plan(model), made=(provenance(),))
+    plan.save(path)
+    return plan
+
+
+def _add_tables(model: str, path: Path, device: str | None, as_json: bool) -> None:
+    """Add the tables of the paper's rule to the plan of the file, or to a new one, and show them."""
+    from ..checkpoint.loading import check_device
+    from ..plan import Plan, update
+    from ..provenance import provenance
+    from ..tables import PAPER
+    from ..tables.build import add_tables, build_plan
+
+    check_output(path, "plan")
+    if device is not None:
+        check_device(device)
+    start, record = time.perf_counter(), provenance(device or "cpu")
+    if path.exists():
+        known = Plan.load(path)
+        plan = replace(add_tables(known, PAPER, model, device=device), made=(*known.made, record))
+        update(path, known, plan)
+    else:
+        plan = replace(build_plan(model, PAPER, device=device), made=(record,))
+        plan.save(path)
+    seconds = time.perf_counter() - start
+    if as_json:
+        facts = {"plan": str(path), "layers": len(plan.layers), "undefined": plan.undefined, "seconds": seconds}
+        return print_json(facts)
+    for reason in plan.undefined.values():
+        note(reason)
+    out.print(show.plan_table(plan))
+    following = f"ace plan {opt.as_typed(model)} --plan {opt.as_typed(path)} --text FILE"
+    say(f"{path}: {len(plan.layers)} layers in {seconds:.1f} s. Next: {following}")

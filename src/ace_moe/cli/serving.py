@@ -6,20 +6,19 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from ..errors import BudgetError, IntegrationError, OptionError
+from ..errors import IntegrationError, OptionError
 from . import options as opt
-from .common import SKIP, made_of, note, warn_of_loss
-from .groups import Deciding, command
+from .app import command
+from .common import SKIP, warn_of_loss
+from .groups import Deciding
 from .options import option
 from .outputs import check_output
-from .show import check_writable
+from .terminal import note
 
 PLAN = "The plan: a file, or owner/name. Default: made from the checkpoint and kept."
 TEXT = "Text to map the budget on, where the plan has none for it. Default: the model's own."
@@ -55,16 +54,16 @@ def serve(
     dry_run: Annotated[bool, option(DRY_RUN)] = False,
 ) -> None:
     """Serve a model with vLLM. MODEL comes first; flags that are not listed here go to vLLM as they are."""
-    from ..decider.settings import by_phase
-    from ..engines.vllm.settings import Settings
+    from ..budget import Budget
+    from ..engines.vllm.settings import Settings, file_hash
 
     if not dry_run and not _installed():
         raise IntegrationError("vLLM is not installed. Install it with `pip install ace-moe[vllm]`.")
     phases = {"prefill": skip_prefill, "decode": skip_decode, "verify": skip_verify}
     named = {phase: own for phase, own in phases.items() if own is not None}
-    budget = {"prefill": skip, "decode": skip, **named} if named else skip
+    budget = Budget.parse({"prefill": skip, "decode": skip, **named})
     given = {
-        "skip": budget, **deciding.given, "workload": workload,
+        "skip": budget.to_json(), **deciding.given, "workload": workload,
         "kernels": parse_kernels(kernels), "allow_other_weights": allow_other_weights or None,
         "restore": restore, "track": track or None, "skip_max": skip_max, "target_tpot": target_tpot,
         "trace": trace and traced(trace, plan, text), "trace_tokens": trace_tokens,
@@ -73,14 +72,28 @@ def serve(
     refuse_flags(context.args)
     if trace is None and trace_tokens is not None:
         raise OptionError("--trace-tokens says how long a trace becomes: give --trace FILE with it.")
-    warn_of_loss(by_phase(budget).values() if restore is False else (), quiet)
-    path, mapped_on = find_plan(model, plan, Settings.from_dict(config), text)
+    warn_of_loss(budget if restore is False else (), quiet)
+    path, mapped_on = _mapped(model, plan, Settings.from_dict(config), text)
     config |= {"plan": str(path)} | ({"workload": mapped_on} if mapped_on else {})
+    config |= {} if dry_run else {"plan_sha256": file_hash(path)}  # a command that is kept takes the plan as it is then
     check(model, Settings.from_dict(config))
     command = server_command(model, config, place_experts(model, context.args))
     if dry_run:
         return print(shlex.join(command))
     os.execv(command[0], command)
+
+
+def _mapped(model: str, plan: Path | None, settings: Any, text: Path | None) -> tuple[Path, str | None]:
+    """The plan file with thresholds for what may be asked of the server, and the text whose thresholds to take."""
+    from ..checkpoint.loading import load_model
+    from .mapped import mapped_plan
+
+    budgets = [value for budget in settings.budgets for value in budget.values]
+    if settings.track and text is None:
+        budgets = []  # thresholds that move find the budget themselves
+    other, workload = settings.allow_other_weights, settings.workload
+    how = {"load": load_model, "text": text, "workload": workload, "allow_other_weights": other}
+    return mapped_plan(model, plan, settings.chosen, budgets, **how)
 
 
 def traced(trace: Path, *inputs: Path | None) -> str:
@@ -117,77 +130,6 @@ def place_experts(model: str, flags: list[str]) -> list[str]:
     if said:
         note(said)
     return flags
-
-
-def find_plan(
-    model: str, plan: Path | None, settings: Any, text: Path | None, load: Callable[[str], Any] | None = None
-) -> tuple[Path, str | None]:
-    """The plan file, made where there is none, with thresholds for the budgets that were asked; and which text's to take.
-
-    `load`: how transformers is to load the model that it will also run; without, vLLM will.
-    """
-    from ..tables.build import automatic_plan, automatic_plan_path
-
-    if plan is None:
-        automatic_plan(model, say=lambda message: note(message.removeprefix("ACE: ")))
-        plan = automatic_plan_path(model)[0]
-    plan = plan.expanduser().absolute()
-    return plan, map_missing(model, replace(settings, plan=str(plan)), text, load)
-
-
-def map_missing(model: str, settings: Any, text: Path | None, load: Callable[[str], Any] | None = None) -> str | None:
-    """Thresholds for the budgets that the plan has none for, as `ace budget` maps them; the name of the text to take."""
-    from ..budget import check_budget
-    from ..checkpoint.loading import load_model
-    from ..decider.settings import by_phase
-    from ..engines.vllm.settings import check_content
-    from ..mapping import map_budgets, text_for
-    from ..plan import Plan, labels, update
-    from ..provenance import provenance
-
-    read = Plan.load(settings.plan)
-    plan, policy = settings.open(model, served=load is None)
-    asked = [*by_phase(settings.skip).values(), *([] if settings.skip_max is None else [settings.skip_max])]
-    wanted = {check_budget(b, plan.top_k, policy.min_active) for b in asked} - {0.0}
-    given = None if text is None else _tokens(model, text)
-    missing = sorted(b for b in wanted if not _known(plan, policy, b, settings.workload, given))
-    if settings.track and text is None:
-        missing = []  # thresholds that move find the budget themselves
-    if missing and (text is not None or settings.workload is None):
-        check_writable(Path(settings.plan))
-        check_content(plan, model, settings.allow_other_weights)
-        where = text or "text that the model writes itself"
-        note(f"mapping {', '.join(f'{b:.0%}' for b in missing)} on {where}")
-        loaded = (load or load_model)(model)
-        plan = replace(plan, made=(*plan.made, provenance(loaded.device, made_of(text))))
-        windows = text_for(loaded, model, text)
-        plan = map_budgets(
-            loaded, plan, policy, windows, missing, save=lambda made: update(settings.plan, read, made)
-        ).plan
-    return settings.workload if given is None else labels(plan.workloads).get(given)
-
-
-def _tokens(model: str, text: Path) -> str:
-    """The hash that the text goes by."""
-    from ..checkpoint.loading import load_tokenizer
-    from ..text import cut, read_text
-
-    return cut(read_text(text), load_tokenizer(model), 1024, 65536, sys.maxsize, text.name).workload.sha256
-
-
-def _known(plan: Any, policy: Any, budget: float, workload: str | None, given: str | None) -> bool:
-    """Whether the plan has a threshold; on a text that was given, one of its own."""
-    from ..decider.settings import alignment
-
-    if given is not None:
-        own = [t for t in plan.thresholds if t.workload.sha256 == given and t.fits(policy.settings)]
-        return any(abs(t.budget - budget) < 1e-9 for t in own)
-    try:
-        plan.lookup(policy.settings, budget, workload=workload)
-        alignment(plan, policy, budget, workload)  # a τ between two that were mapped has none
-    except BudgetError:
-        return False
-    return True
 
 
 def check(model: str, settings: Any) -> None:
@@ -231,7 +173,7 @@ def server(model: str) -> list[str]:
         metadata.version("vllm")
     except metadata.PackageNotFoundError:
         if _installed():
-            return [sys.executable, "-m", "ace_moe.engines.vllm.launch", "serve", model]
+            return [sys.executable, "-m", "ace_moe.engines.vllm", "serve", model]
     return [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", model]
 
 

@@ -11,17 +11,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import OptionError
+from ..files import file_hash
 from . import options as opt
 from . import show
-from .common import check_plan, check_texts, made_of, note, out, parse_budgets, print_json, say
-from .groups import Deciding, Loading, command
+from .app import command
+from .common import check_plan, check_texts, made_of, parse_budgets
+from .groups import Deciding, Loading
 from .options import option
 from .outputs import check_output
+from .terminal import note, out, print_json, say
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from ..decider import Runtime
+    from ..decider import Deciders
     from ..engines.traces import Trace
     from ..lab.traffic.simulate import Simulation
     from ..lab.traffic.timing import Cost
@@ -55,7 +58,7 @@ def trace(
     """
     from ..checkpoint.loading import load_windows
     from ..engines.traces.file import save_trace
-    from ..lab.traffic.reading import read
+    from ..lab.traffic.tracing import read
 
     check_output(output, "trace", text, plan)
     check_texts([text], window, tokens, batch)
@@ -63,8 +66,8 @@ def trace(
     options = {"workload": workload, "allow_other_weights": allow_other_weights, **deciding.given}
     tokenizer, loaded = loading.load_both(model)
     windows = load_windows(loaded, tokenizer, text, window, tokens)
-    with _under(loaded, plan, skip, options) as runtime:
-        found = read(loaded, runtime, windows, skip, batch)
+    with _under(loaded, plan, skip, options) as deciders:
+        found = read(loaded, deciders, windows, skip, batch)
     size = save_trace(found, output).stat().st_size
     slots = sum(layer.ids.numel() for layer in found.layers.values())
     if as_json:
@@ -74,7 +77,7 @@ def trace(
 
 
 @contextmanager
-def _under(model: PreTrainedModel, plan: Path | None, skip: float, options: dict[str, Any]) -> Iterator[Runtime]:
+def _under(model: PreTrainedModel, plan: Path | None, skip: float, options: dict[str, Any]) -> Iterator[Deciders]:
     """The model under a budget, or as it is: then no tables are needed."""
     from ..ace import ACE
     from ..checkpoint import MoEModel
@@ -82,12 +85,12 @@ def _under(model: PreTrainedModel, plan: Path | None, skip: float, options: dict
     from ..plan import Plan
 
     if plan is None:
-        with attached(model, Plan({}, MoEModel.of(model).fingerprint()), Everything()) as runtime:
-            yield runtime
+        with attached(model, Plan({}, MoEModel.of(model).fingerprint()), Everything()) as deciders:
+            yield deciders
         return
     ace = ACE.load(plan, skip, **options)
     with ace(model):
-        yield ace.runtime
+        yield ace.deciders
 
 
 @command(epilog="Example: ace simulate sample.trace --policy share --skip 0.2,0.4 --batch 1,8,32 --bench latency.json")
@@ -107,12 +110,11 @@ def simulate(
 
     Thresholds are quantiles of the trace. Steps are drawn from different requests.
     """
-    from ..decider.settings import policy_for
-    from ..lab.compare.store import SCHEMA, write_json
+    from ..lab.store import SIMULATE, ResultsFile, begin_run, put
     from ..lab.traffic.simulate import Simulation
     from ..lab.traffic.timing import cost_of
     from ..plan import Plan
-    from ..policies import choose
+    from ..policies import choose, policy_for
     from ..provenance import provenance
 
     check_output(output, "results", trace, plan, bench)
@@ -124,13 +126,17 @@ def simulate(
     taus = {budget: simulation.threshold(budget) for budget in wanted}
     rows = [_row(simulation, budget, taus[budget], size, seed, ranks, cost) for size in sizes for budget in wanted]
     facts = {"trace": trace.name, "model": found.model, "tokens": len(found), "under": found.shared()}
-    results = {**facts, "policy": made.settings, "seed": seed, "rows": rows}
+    facts |= {"policy": made.settings, "seed": seed}
     if output is not None:
         record = provenance(inputs=made_of(trace, plan, bench))
-        head = {"schema": SCHEMA, "kind": "simulate", "command": record["command"]}
-        write_json(output, {**head, **results, "provenance": record})
+        files = {name: None if path is None else file_hash(path) for name, path in (("trace", trace), ("plan", plan))}
+        file = ResultsFile(output, SIMULATE, {**files, "policy": made.settings, "seed": seed, "ranks": ranks})
+        with file.changed() as results:
+            begin_run(results, {**facts, "command": record["command"], "provenance": record})
+            for row in rows:
+                put(results.setdefault("rows", []), row, ("batch", "skip"), newer=True)
     if as_json:
-        return print_json(results)
+        return print_json({**facts, "rows": rows})
     out.print(_table(made.key, rows))
     under = ", ".join(f"{n:,} under {skip}" for skip, n in found.shared().items())
     say(f"{trace}: {len(found):,} tokens of {len(found.requests.unique())} requests ({under}), computed.")

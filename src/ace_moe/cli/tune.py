@@ -10,9 +10,12 @@ from rich.table import Table
 
 from . import options as opt
 from . import show
-from .common import check_texts, made_of, note, out, print_json, reachable, say
-from .groups import Loading, command
+from .app import command
+from .common import check_texts, made_of, reachable
+from .groups import Loading
 from .options import option
+from .outputs import check_writable
+from .terminal import note, out, print_json, say
 
 if TYPE_CHECKING:
     from ..plan import Plan
@@ -20,8 +23,6 @@ if TYPE_CHECKING:
 USUAL = "0.4:0.6:0.1"  # budgets
 SHOWN = 12  # candidates of a table
 TEXT = "Unlabelled text of the kind the model will serve. Default: the model writes its own."
-MEAN = "Also try the mean of skipped experts, which vLLM does not run: it then gets the next best."
-ALIGNED = "Also try aligned sums: torch path of transformers, and these budgets, alone."
 
 
 @command(epilog="Example: ace tune Qwen/Qwen3-30B-A3B --plan qwen3.safetensors --text sample.txt")
@@ -33,8 +34,6 @@ def tune(
     budgets: Annotated[str, option("Fractions to skip that count: 0.5, 0.4,0.6 or from:to:step.")] = USUAL,
     window: opt.Window = 1024,
     tokens: Annotated[int, option("Tokens of the text to use; a quarter is held out.")] = 16384,
-    mean: Annotated[bool, option(MEAN)] = True,
-    aligned: Annotated[bool, option(ALIGNED)] = False,
     allow_other_weights: opt.AllowOtherWeights = False,
     as_json: opt.AsJson = False,
 ) -> None:
@@ -44,13 +43,14 @@ def tune(
     """
     from ..checkpoint import MoEModel
     from ..lab.tune import tune as search
-    from ..mapping import text_for
+    from ..mapping import TextSource
     from ..plan import Plan, update
     from ..provenance import provenance
+    from ..text import Text
 
     read = Plan.load(plan)
     wanted = reachable(budgets, USUAL, read.top_k)
-    show.check_writable(plan)
+    check_writable(plan)
     check_texts(filter(None, [text]), window, tokens)
     loaded = loading.load(model)
     had = read.check_model(MoEModel.of(loaded).fingerprint(), allow_other_weights)
@@ -59,8 +59,8 @@ def tune(
     def save(now: Plan) -> None:
         update(plan, read, replace(now, made=(*had.made, record)))
 
-    windows = text_for(loaded, model, text, window, tokens)
-    found = search(loaded, had, windows, wanted, path=plan, mean=mean, aligned=aligned, save=save)
+    windows = TextSource(model, None if text is None else Text.of(text), window, tokens).windows(loaded)
+    found = search(loaded, had, windows, wanted, path=plan, save=save)
     if as_json:
         return print_json({"plan": str(plan), **found.recommendation, "tried": found.tried})
     budgets_tried = found.recommendation["budgets"]  # in order, and without 0, however they were typed
@@ -103,5 +103,3 @@ def _warn(recommendation: dict[str, Any]) -> None:
         note(
             f"KL is lower than the gate share's, perplexity up to {worse:.1%} higher: look at a task that matters to you"
         )
-    if recommendation["served"] != recommendation["settings"]:
-        note("what repairs skipped sums runs in transformers alone; vLLM takes the best choice without it")

@@ -1,9 +1,13 @@
-"""The middle every engine shares: rows, state, the decider of a layer, executors, one report."""
+"""One decision for every engine: what a token is, which of its slots run, what was counted."""
 
+from .decider import Decider
+from .deciders import Deciders
 from .executors import Chosen, Executor, choose
-from .layer import Layer
 from .report import Part, merge
-from .rows import PADDING, PHASES, row_of
-from .runtime import Runtime
+from .rows import PADDING, row_of
+from .thresholds import Thresholds, thresholds_for
 
-__all__ = ["PADDING", "PHASES", "Chosen", "Executor", "Layer", "Part", "Runtime", "choose", "merge", "row_of"]
+__all__ = [
+    "PADDING", "Chosen", "Decider", "Deciders", "Executor", "Part", "Thresholds", "choose", "merge", "row_of",
+    "thresholds_for",
+]  # fmt: skip

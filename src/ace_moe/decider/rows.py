@@ -6,7 +6,7 @@ generated, or drafted and not yet accepted), never the width of the pass that co
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -30,22 +30,6 @@ def rows_for(budgets: int) -> int:
 RESTORED = frozenset(row for row in range(1, 128) if PHASES[(row - 1) % len(PHASES)] != "prefill")
 
 
-class Budget(NamedTuple):
-    """What one request or sequence asks for, in hundredths, so that many share a row."""
-
-    prefill: float
-    decode: float
-
-    @property
-    def skip(self) -> float | dict[str, float]:
-        """As one asks for it: one number, or one for each phase."""
-        return self.decode if self.prefill == self.decode else self._asdict()
-
-    def __str__(self) -> str:
-        same = self.prefill == self.decode
-        return f"{self.decode:.2f}" if same else f"{self.prefill:.2f}/{self.decode:.2f}"
-
-
 class Tokens(Protocol):
     """Where a layer learns what its tokens are. Engines write one of these each."""
 
@@ -61,10 +45,6 @@ class Tokens(Protocol):
 
     def rows(self, tokens: int, device: torch.device) -> Tensor:
         """[T] int8."""
-        ...
-
-    def length(self, tokens: int) -> int:
-        """Tokens of one sequence where the pass holds whole sequences, else 0."""
         ...
 
 
@@ -83,6 +63,3 @@ class Same:
             with torch.inference_mode(False):
                 self._made[device, size] = torch.full((size,), self.row, dtype=torch.int8, device=device)
         return self._made[device, size][:tokens]
-
-    def length(self, tokens: int) -> int:
-        return 0

@@ -1,17 +1,15 @@
-"""What rows are told, on every device that has layers: tensors that are changed in place, so that graphs see the change."""
+"""τ, targets and restored classes, on every device that has layers: tensors that change in place, so that graphs see it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import chain
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .rows import PADDING, RESTORED, rows_for
+from .rows import PADDING, RESTORED, row_of, rows_for
 
-NONE = float("nan")  # the target of a row whose τ stays where it is
+UNCONTROLLED = float("nan")  # the target of a class whose τ stays where it is
 
 
 class Shared(NamedTuple):
@@ -27,10 +25,9 @@ class State:
 
     def __init__(self, budgets: int = 1):
         rows = rows_for(budgets)
-        self.changes = 0  # how often τ was set; what moves by itself is not counted
-        self.tracks = False  # whether any τ moves by itself; not asked of a tensor, because compiled passes look
+        self.controlled = False  # whether any τ moves by itself; not asked of a tensor, because compiled passes look
         with torch.device("cpu"):  # an engine may build its layers under another default
-            tau, target = torch.zeros(rows, dtype=torch.float32), torch.full((rows,), NONE, dtype=torch.float32)
+            tau, target = torch.zeros(rows, dtype=torch.float32), torch.full((rows,), UNCONTROLLED, dtype=torch.float32)
             self._host = Shared(tau, target, torch.zeros(rows, dtype=torch.int8))
         self._on: dict[torch.device, Shared] = {}
         self._moving: Shared | None = None  # those whose τ moves by itself: a model that was moved leaves others behind
@@ -38,7 +35,7 @@ class State:
     @property
     def tau(self) -> Tensor:
         """[R], a copy; where τ moves by itself, what it is now: the host waits for the device then."""
-        moved = self._moving if self.tracks else None
+        moved = self._moving if self.controlled else None
         return self._host.tau.clone() if moved is None else moved.tau.cpu().clone()
 
     @property
@@ -58,10 +55,6 @@ class State:
                 self._on[device] = Shared(*(t.to(device, copy=True) for t in self._host))
         return self._on[device]
 
-    def tensors(self) -> Iterator[Tensor]:
-        """On every device that has layers."""
-        return chain.from_iterable(self._on.values())
-
     def moving_on(self, device: torch.device) -> Shared:
         """What moves by itself on this device from now on, from where it is."""
         self._host = self._host._replace(tau=self.tau)
@@ -73,10 +66,17 @@ class State:
         """[R] each; without targets they stay."""
         now = tau.detach().float().cpu().clone()
         now[PADDING] = 0
-        self.changes += 1
         self._host = self._host._replace(tau=now, target=self._host.target if target is None else target.float().cpu())
-        self.tracks = not bool(self._host.target.isnan().all())
+        self.controlled = not bool(self._host.target.isnan().all())
         self._write()
+
+    def set_budget(self, tau: Tensor, budget: int, target: Tensor | None) -> None:
+        """τ and targets of one budget's phases, [3] each; without targets they stay where they are."""
+        first = row_of("prefill", budget)
+        every, targets = self.tau, self._host.target.clone()
+        every[first : first + len(tau)] = tau
+        targets[first : first + len(tau)] = UNCONTROLLED if target is None else target
+        self.set(every, targets)
 
     def restore(self, on: bool) -> None:
         """Whether rows of generated and drafted tokens get slots back."""

@@ -226,7 +226,7 @@ class Decoder:
         try:
             with (
                 torch.cuda.device(model.device),  # streams are the current GPU's
-                nullcontext() if found is None else found.runtime.uncounted(),
+                nullcontext() if found is None else found.deciders.uncounted(),
                 compiled_layers(model, cache, **self.options),
                 recording(model),
             ):

@@ -88,8 +88,8 @@ def _measure(rule: Rule, plan: Plan, model: PreTrainedModel, windows: Windows) -
     seen = {fit.threshold: (fit.realised, scored[fit.threshold]) for fit in mapped.fits if fit.threshold in scored}
     missing = [fit.threshold for fit in mapped.fits if fit.threshold not in scored]  # mapped by the dense pass alone
     if missing:
-        with attached(model, plan, rule.policy) as runtime:
-            passes = Passes(runtime, model, windows, run=score)
+        with attached(model, plan, rule.policy) as deciders:
+            passes = Passes(deciders, model, windows, run=score)
             seen |= {tau: (passes(tau).ratio(tau), passes.results[tau]) for tau in missing}
     cells = [Cell(rule.label, 0.0, 0.0, 0.0, scored[0.0].perplexity)]
     for fit in mapped.fits:

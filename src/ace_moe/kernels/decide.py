@@ -26,24 +26,22 @@ class Rule(NamedTuple):
     min_active: int = 1
     min_mass: float = 0.0
     weighed: bool = False  # whether a factor is applied
-    coded: bool = False  # whether a skipped slot stays known
 
     def __str__(self) -> str:
         """As an operator takes it: operators have no records among their arguments."""
         f = self.form
         constants = (len(f.tables), f.fusion, f.power, f.norm, int(f.cumulative), self.gain, self.min_active)
-        return "|".join(map(str, (*constants, self.min_mass, int(self.weighed), int(self.coded))))
+        return "|".join(map(str, (*constants, self.min_mass, int(self.weighed))))
 
 
 @lru_cache(maxsize=256)
 def constants(rule: str) -> dict[str, int | float | bool]:
     """The kernels' constants of `str(Rule(…))`."""
-    views, fusion, power, norm, cumulative, gain, min_active, min_mass, weighed, coded = rule.split("|")
+    views, fusion, power, norm, cumulative, gain, min_active, min_mass, weighed = rule.split("|")
     return {
         "VIEWS": int(views), "FUSION": FUSIONS.index(fusion), "POWER": int(power), "NORM": NORMS.index(norm),
         "CUMULATIVE": cumulative == "1", "FACTOR": weighed == "1",
         "GAIN": (*GAINS, CONSTANT).index(gain), "MIN_ACTIVE": int(min_active), "MIN_MASS": float(min_mass),
-        "CODED": coded == "1",
     }  # fmt: skip
 
 
@@ -141,7 +139,7 @@ def _second(
         restore_kernel.vote[grid](ids, rows, votes, tokens, **sizes)
     restore_kernel.restore[grid](
         ids, gates, rows, factor, free, votes, counts, reads, new_ids, new_gates, tokens, mark, TP=every,
-        GAIN=constants(rule)["GAIN"], CODED=constants(rule)["CODED"], **sizes, **early_start(ids.device),
+        GAIN=constants(rule)["GAIN"], **sizes, **early_start(ids.device),
     )  # fmt: skip
     return new_ids, new_gates
 

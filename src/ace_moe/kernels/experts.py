@@ -15,7 +15,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from . import many_kernel, one_kernel, sort_kernel
 from .config import Tiles, many_tiles, one_tiles
-from .launch import cdiv, early_start, hopper, on, power_of_two, roomy
+from .launch import cdiv, early_start, on, power_of_two, roomy
 from .layout import Layout, Weights
 
 __all__ = ["ONE", "Layout", "Weights", "run"]
@@ -29,14 +29,12 @@ GRID = 65535  # programs a GPU takes in the second dimension
 BESIDE: bool | None = None
 
 
-def run(
-    x: Tensor, ids: Tensor, gates: Tensor, weights: Weights, mean: Tensor | None = None, add: Tensor | None = None
-) -> Tensor:
-    """The experts of one layer, plus `add` [T, d]; with mean [E, d] a slot coded −2 − e adds its gate times mean[e]."""
+def run(x: Tensor, ids: Tensor, gates: Tensor, weights: Weights, add: Tensor | None = None) -> Tensor:
+    """The experts of one layer, plus `add` [T, d]."""
     if x.shape[0] == 0:
         return torch.empty_like(x)
     if x.dtype != weights.w_in.dtype and weights.layout.block is None:  # autocast; FP8 weights are widened to any
-        found = run(x.to(weights.w_in.dtype), ids, gates, weights, mean).to(x.dtype)
+        found = run(x.to(weights.w_in.dtype), ids, gates, weights).to(x.dtype)
         return found if add is None else found + add
     x, ids, gates = x.contiguous(), ids.contiguous(), gates.contiguous()
     add = None if add is None else add.contiguous()
@@ -44,7 +42,7 @@ def run(
         weights = _staged(weights, x.device)
     few = x.shape[0] <= ONE and not weights.layout.transposed  # transposed rows are not contiguous
     with on(x.device):
-        return (_one if few else _many)(x, ids, gates, weights, mean, add)
+        return (_one if few else _many)(x, ids, gates, weights, add)
 
 
 def _staged(weights: Weights, device: torch.device) -> Weights:
@@ -95,7 +93,7 @@ def _down_options(weights: Weights, tiles: Tiles, m: int) -> dict[str, object]:
     }  # fmt: skip
 
 
-def _one(x: Tensor, ids: Tensor, gates: Tensor, weights: Weights, mean: Tensor | None, add: Tensor | None) -> Tensor:
+def _one(x: Tensor, ids: Tensor, gates: Tensor, weights: Weights, add: Tensor | None) -> Tensor:
     (tokens, k), (experts, d, m) = ids.shape, weights.shape
     tiles, early = one_tiles(tokens, d, m, weights.layout.block), early_start(x.device)
     h = torch.empty(tokens * k, m, dtype=x.dtype, device=x.device)
@@ -110,26 +108,24 @@ def _one(x: Tensor, ids: Tensor, gates: Tensor, weights: Weights, mean: Tensor |
         *weights.strides(weights.w_in), *in_factors, b_in.stride(0), TOP_K=k, BESIDE=beside, NEAR=near, **early,
         **_up_options(weights, tiles, d),
     )  # fmt: skip
-    # With means a thread would want more registers than leave room for all programs at once
-    room = {"maxnreg": 128} if mean is not None and hopper(x.device) else {}
     one_kernel.one_down[down[::-1] if beside else down](
-        h, ids, gates, _or(mean, x), _or(add, x), *_near(weights, weights.w_out), s_out, b_out, y, experts, d, m,
+        h, ids, gates, _or(add, x), *_near(weights, weights.w_out), s_out, b_out, y, experts, d, m,
         *weights.strides(weights.w_out), *out_factors,
         TOP_K=k, KP=power_of_two(k), KC=min(tiles.bm, power_of_two(k)), KSTEPS=cdiv(m, tiles.bk_down),
-        AHEAD=tiles.stages_down, BESIDE=beside, NEAR=near, MEAN=mean is not None, ADD=add is not None, **early,
-        **_down_options(weights, tiles, m), **room,
+        AHEAD=tiles.stages_down, BESIDE=beside, NEAR=near, ADD=add is not None, **early,
+        **_down_options(weights, tiles, m),
     )  # fmt: skip
     return y
 
 
-def _many(x: Tensor, ids: Tensor, gates: Tensor, weights: Weights, mean: Tensor | None, add: Tensor | None) -> Tensor:
+def _many(x: Tensor, ids: Tensor, gates: Tensor, weights: Weights, add: Tensor | None) -> Tensor:
     (tokens, k), (experts, d, m) = ids.shape, weights.shape
     slots, large, early = tokens * k, roomy(x.device), early_start(x.device)
     tiles = _fitting(many_tiles(slots // experts, d, m, x.dtype, large), weights)
     if tokens > 1 and cdiv(slots, tiles.bm) + experts + 3 > GRID:
         adds = (None, None) if add is None else add.chunk(2)
         halves = zip(x.chunk(2), ids.chunk(2), gates.chunk(2), adds, strict=True)
-        return torch.cat([_many(*half[:3], weights, mean, half[3]) for half in halves])
+        return torch.cat([_many(*half[:3], weights, half[3]) for half in halves])
     where = _sorted(ids, experts, tiles.bm)
     h = torch.empty(slots, m, dtype=x.dtype, device=x.device)
     parts = torch.empty(slots, d, dtype=x.dtype, device=x.device)
@@ -156,8 +152,7 @@ def _many(x: Tensor, ids: Tensor, gates: Tensor, weights: Weights, mean: Tensor 
     )  # fmt: skip
     width = min(1024, power_of_two(d))
     many_kernel.many_sum[(tokens, cdiv(d, width))](
-        parts, ids, gates, _or(mean, x), _or(add, x), y, experts, d, TOP_K=k, KP=power_of_two(k), BN=width, MEAN=mean is not None,
-        ADD=add is not None, num_warps=4, **early,
+        parts, ids, _or(add, x), y, experts, d, TOP_K=k, BN=width, ADD=add is not None, num_warps=4, **early,
     )  # fmt: skip
     return y
 

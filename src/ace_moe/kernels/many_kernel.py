@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from .launch import take_turn
-from .products_kernel import add_row, dot_down, dot_up, first_of, stand_ins
+from .products_kernel import add_row, dot_down, dot_up, first_of
 
 
 @triton.jit
@@ -118,18 +118,15 @@ def many_down(
 
 @triton.jit
 def many_sum(
-    parts, ids, gates, mean, add, y, E, d,
-    TOP_K: tl.constexpr, KP: tl.constexpr, BN: tl.constexpr, MEAN: tl.constexpr, ADD: tl.constexpr, EARLY: tl.constexpr,
+    parts, ids, add, y, E, d, TOP_K: tl.constexpr, BN: tl.constexpr, ADD: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """y [T, d] ← sum of a token's kept parts, in slot order, fp32. Grid (T, tiles of d): T may pass 65,535.
+    """y [T, d] ← sum of a token's kept parts, in slot order, fp32; ADD: plus `add` [T, d].
 
-    MEAN: a slot coded −2 − e adds gate · mean[e]. ADD: plus `add` [T, d].
+    Grid (T, tiles of d): T may pass 65,535.
     """
     token = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * BN + tl.arange(0, BN)
     total = tl.zeros((BN,), tl.float32)
-    if MEAN:
-        total += tl.sum(stand_ins(ids + token * TOP_K, gates + token * TOP_K, mean, n, d, TOP_K, KP), 0)
     take_turn(EARLY)
     added = tl.load(add + token * d + n, mask=n < d, other=0.0) if ADD else 0.0
     for slot in tl.static_range(TOP_K):

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from .launch import take_turn
-from .products_kernel import add_row, both, by_eight, finish_up, first_of, stand_ins
+from .products_kernel import add_row, both, by_eight, finish_up, first_of
 
 
 @triton.jit
@@ -123,16 +123,16 @@ def _biases(e, kept, gates, b, n, d):
 
 @triton.jit
 def one_down(
-    h, ids, gates, mean, add, w, near, near_w, s, b, y, E, d, m, w_expert, w_row, w_col, s_expert, s_row, s_col,
+    h, ids, gates, add, w, near, near_w, s, b, y, E, d, m, w_expert, w_row, w_col, s_expert, s_row, s_col,
     TOP_K: tl.constexpr, KP: tl.constexpr, KC: tl.constexpr, KSTEPS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     EVEN: tl.constexpr, BIAS: tl.constexpr, QN: tl.constexpr, QK: tl.constexpr, AHEAD: tl.constexpr,
-    BESIDE: tl.constexpr, NEAR: tl.constexpr, MEAN: tl.constexpr, ADD: tl.constexpr, EARLY: tl.constexpr,
+    BESIDE: tl.constexpr, NEAR: tl.constexpr, ADD: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """y [T, d] ← Σ over a token's kept slots of gate · (h W_downᵀ). Grid (tiles of d, T), or BESIDE (T, tiles of d).
 
     KC kept slots at a time, so that no thread holds a skipped one, and KSTEPS steps along m for each. With EARLY the
     kernel starts while the up product still runs: it fetches the weights of AHEAD steps, which nobody is writing, and
-    only then waits for h. MEAN: a slot coded −2 − e adds gate · mean[e]. ADD: plus `add` [T, d].
+    only then waits for h. ADD: plus `add` [T, d].
     """
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
@@ -146,8 +146,6 @@ def one_down(
     total = tl.sum(kept.to(tl.int32), 0)
     h += t * TOP_K * m
     gates += t * TOP_K
-    if MEAN:
-        means = stand_ins(ids + t * TOP_K, gates, mean, n, d, TOP_K, KP)
     tiles = ()
     for q in tl.static_range(AHEAD):
         tiles += (
@@ -169,7 +167,5 @@ def one_down(
     out = tl.sum(products, 1)
     if BIAS:
         out += _biases(e, kept, gates, b, n, d)
-    if MEAN:
-        out += tl.sum(means, 0)
     out = add_row(out.to(y.dtype.element_ty), added, ADD)
     tl.store(y + t * d + n, out, mask=n < d)

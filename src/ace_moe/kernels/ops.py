@@ -33,19 +33,18 @@ def run_experts(
     near_row: Tensor | None = None,
     near_in: Tensor | None = None,
     near_out: Tensor | None = None,
-    mean: Tensor | None = None,
     add: Tensor | None = None,
 ) -> Tensor:
     """x [T, d], ids and gates [T, k] → y [T, d]; slots whose id is no expert are not run.
 
-    s_in, s_out are FP8 factors, one for each block of rows and columns; near_… the `Near` of weights in host memory; mean
-    [E, d] stands in for skipped slots; `add` [T, d] is what else becomes part of y.
+    s_in, s_out are FP8 factors, one for each block of rows and columns; near_… the `Near` of weights in host memory;
+    `add` [T, d] is what else becomes part of y.
     """
     block = (block_rows, block_columns) if s_in is not None else None
     layout = experts.Layout(gated, interleaved, transposed, Activation(kind, alpha, limit), block)
     near = None if near_row is None or near_in is None or near_out is None else Near(near_row, near_in, near_out)
     weights = experts.Weights(w_in, w_out, b_in, b_out, layout, s_in, s_out, near)
-    return experts.run(x, ids, gates, weights, mean, add)
+    return experts.run(x, ids, gates, weights, add)
 
 
 @run_experts.register_fake
@@ -55,8 +54,8 @@ def _(x, *rest):
 
 def _backward(ctx, *_):
     raise IntegrationError(
-        "The kernels have no backward pass. Put the model into training mode (`model.train()`), where a plan keeps to torch, or "
-        'attach the plan with `dispatch="torch"`.'
+        "The kernels have no backward pass. Detach the plan to train (`ace.detach()`); for gradients of a model in evaluation "
+        'mode attach it with `dispatch="torch"`.'
     )
 
 

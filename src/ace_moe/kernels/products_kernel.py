@@ -153,22 +153,6 @@ def dot_down(
 
 
 @triton.jit
-def stand_ins(ids, gates, mean, n, d, TOP_K: tl.constexpr, KP: tl.constexpr):
-    """gate · mean[e] of a token's slots coded −2 − e at columns n [BN], else 0: [KP, BN] in fp32.
-
-    Nobody is writing what it reads: before a kernel waits for the one in front of it, it costs no time. To be summed when
-    the registers that weights are held in are free again.
-    """
-    j = tl.arange(0, KP)
-    e = tl.load(ids + j, mask=j < TOP_K, other=-1)
-    coded = e < -1
-    weight = tl.load(gates + j, mask=coded, other=0.0).to(tl.float32)
-    rows = mean + tl.where(coded, -2 - e, 0).to(tl.int64) * d
-    part = tl.load(rows[:, None] + n[None, :], mask=coded[:, None] & (n < d)[None, :], other=0.0).to(tl.float32)
-    return part * weight[:, None]
-
-
-@triton.jit
 def rms_norm(v, scale, root, PLUS: tl.constexpr, ROUNDED: tl.constexpr, dtype: tl.constexpr):
     """An RMS norm of v in fp32, rounded where transformers rounds: before the scale as well, or after it alone."""
     v = v * root

@@ -43,17 +43,8 @@ def restored(there, keep, read, row, free, counts):
 
 
 @triton.jit
-def marked(e, there, keep, MARK, CODED: tl.constexpr):
-    """ids [n, k] as the experts get them: MARK at skipped slots, or CODED −2 − e."""
-    if CODED:
-        return tl.where(keep, e, tl.where(there, -2 - e, MARK))
-    return tl.where(keep, e, MARK)
-
-
-@triton.jit
-def rescaled(raw, gate, there, keep, factor, GAIN: tl.constexpr, CODED: tl.constexpr):
-    """Gates [n, k] of the kept slots, 0 elsewhere, or CODED the router's own; those of a token that lost nothing are that
-    too. `gate` is raw in fp32."""
+def rescaled(raw, gate, there, keep, factor, GAIN: tl.constexpr):
+    """Gates [n, k] of the kept slots, 0 elsewhere; of a token that lost nothing the router's own. `gate` is raw in fp32."""
     scaled = gate
     if GAIN == 0:
         kept = tl.sum(tl.where(keep, gate, 0.0), 1)[:, None]
@@ -65,8 +56,6 @@ def rescaled(raw, gate, there, keep, factor, GAIN: tl.constexpr, CODED: tl.const
     elif GAIN == 3:
         scaled = gate * tl.load(factor + 2)
     own = (tl.sum((there & (keep == 0)).to(tl.int32), 1)[:, None] == 0) & there
-    if CODED:
-        own = own | (there & (keep == 0))
     return tl.where(own, raw, tl.where(keep, scaled, 0.0).to(raw.dtype))
 
 
@@ -94,7 +83,7 @@ def vote(ids, rows, votes, T, K: tl.constexpr, KP: tl.constexpr, BT: tl.constexp
 def restore(
     ids, gates, rows, factor, free, votes, counts, reads, out_ids, out_gates, T, MARK,
     K: tl.constexpr, KP: tl.constexpr, EP: tl.constexpr, BT: tl.constexpr, TP: tl.constexpr, GAIN: tl.constexpr,
-    CODED: tl.constexpr, EARLY: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """out_ids, out_gates [T, k] from the first half's. Grid (tiles of T).
 
@@ -126,5 +115,5 @@ def restore(
     at_expert = tl.gather(kept, tl.reshape(tl.where(there, e, 0), (BT * KP,)), 0)
     keep = restored(there, keep, tl.reshape(at_expert, (BT, KP)) > 0, row, free, counts)
     gate = tl.where(there, raw.to(tl.float32), 0.0)
-    tl.store(out_gates + at, rescaled(raw, gate, there, keep, factor, GAIN, CODED), mask=slots)
-    tl.store(out_ids + at, marked(e, there, keep, MARK, CODED).to(out_ids.dtype.element_ty), mask=slots)
+    tl.store(out_gates + at, rescaled(raw, gate, there, keep, factor, GAIN), mask=slots)
+    tl.store(out_ids + at, tl.where(keep, e, MARK).to(out_ids.dtype.element_ty), mask=slots)

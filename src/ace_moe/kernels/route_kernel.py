@@ -19,7 +19,7 @@ def route(
     BIAS: tl.constexpr, SCALE: tl.constexpr, TIMES: tl.constexpr,
     VOTE: tl.constexpr, VIEWS: tl.constexpr, FUSION: tl.constexpr, POWER: tl.constexpr,
     NORM: tl.constexpr, CUMULATIVE: tl.constexpr, FACTOR: tl.constexpr, GAIN: tl.constexpr, MIN_ACTIVE: tl.constexpr,
-    MIN_MASS: tl.constexpr, CODED: tl.constexpr, EARLY: tl.constexpr = False,
+    MIN_MASS: tl.constexpr, EARLY: tl.constexpr = False,
 ):  # fmt: skip
     """Grid (tiles of T). Scores are softmax or sigmoid of the logits in fp32; ties go to the lower expert id.
 
@@ -67,5 +67,5 @@ def route(
     slots = (t < T)[:, None] & (j < K)[None, :]
     settle(
         ids, gate.to(out_gates.dtype.element_ty), t, slots, row, threshold, first, second, factor, counts, free, reads,
-        out_ids, out_gates, MARK, K, VOTE, VIEWS, FUSION, POWER, NORM, CUMULATIVE, FACTOR, GAIN, MIN_ACTIVE, MIN_MASS, CODED,
+        out_ids, out_gates, MARK, K, VOTE, VIEWS, FUSION, POWER, NORM, CUMULATIVE, FACTOR, GAIN, MIN_ACTIVE, MIN_MASS,
     )  # fmt: skip

@@ -2,9 +2,9 @@
 
 Constants of a form: VIEWS tables (0: the gate alone), FUSION 0 max, 1 min, 2 mean; POWER of |g|; NORM 0 sum, 1 max,
 2 rank; CUMULATIVE; FACTOR: `factor` [3] holds what contributions are multiplied by before and after protection, and what
-kept gates are under GAIN 3; GAIN 0 kept, 1 none, 2 power. CODED: a skipped slot stays known as −2 − e, with its raw gate.
+kept gates are under GAIN 3; GAIN 0 kept, 1 none, 2 power.
 VOTE 0: every token by itself; 1: this program has all tokens of the step and restores slots; 2: a second launch will
-(`restore_kernel.py`), for which skipped slots are coded.
+(`restore_kernel.py`), for which a skipped slot stays known as −2 − e, with its raw gate.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .restore_kernel import add_reads, marked, rescaled, restored
+from .restore_kernel import add_reads, rescaled, restored
 
 
 @triton.jit
@@ -131,7 +131,7 @@ def settle(
     e, raw, t, slots, row, tau, first, second, factor, counts, free, reads, out_ids, out_gates, MARK,
     K: tl.constexpr, VOTE: tl.constexpr, VIEWS: tl.constexpr, FUSION: tl.constexpr,
     POWER: tl.constexpr, NORM: tl.constexpr, CUMULATIVE: tl.constexpr, FACTOR: tl.constexpr, GAIN: tl.constexpr,
-    MIN_ACTIVE: tl.constexpr, MIN_MASS: tl.constexpr, CODED: tl.constexpr,
+    MIN_ACTIVE: tl.constexpr, MIN_MASS: tl.constexpr,
 ):  # fmt: skip
     """Decide the slots of tokens t [BT]: ids e (int32) and gates raw [BT, KP], `slots` where one is stored.
 
@@ -154,8 +154,8 @@ def settle(
     else:
         if VOTE == 1:
             keep = _free(e, there, keep, row, free, counts, reads)
-        tl.store(out_gates + at, rescaled(raw, gate, there, keep, factor, GAIN, CODED), mask=slots)
-        tl.store(out_ids + at, marked(e, there, keep, MARK, CODED).to(out_ids.dtype.element_ty), mask=slots)
+        tl.store(out_gates + at, rescaled(raw, gate, there, keep, factor, GAIN), mask=slots)
+        tl.store(out_ids + at, tl.where(keep, e, MARK).to(out_ids.dtype.element_ty), mask=slots)
 
 
 @triton.jit(do_not_specialize=["T"], do_not_specialize_on_alignment=["rows"])  # one build for any part of any batch
@@ -163,7 +163,7 @@ def decide(
     ids, gates, rows, tau, first, second, factor, counts, free, reads, out_ids, out_gates, T, MARK,
     K: tl.constexpr, KP: tl.constexpr, BT: tl.constexpr, VOTE: tl.constexpr, VIEWS: tl.constexpr,
     FUSION: tl.constexpr, POWER: tl.constexpr, NORM: tl.constexpr, CUMULATIVE: tl.constexpr, FACTOR: tl.constexpr,
-    GAIN: tl.constexpr, MIN_ACTIVE: tl.constexpr, MIN_MASS: tl.constexpr, CODED: tl.constexpr,
+    GAIN: tl.constexpr, MIN_ACTIVE: tl.constexpr, MIN_MASS: tl.constexpr,
 ):  # fmt: skip
     """out_ids, out_gates [T, k]: MARK in place of skipped experts, rescaled gates; counts [R, 3] += routed, kept."""
     t = tl.program_id(0) * BT + tl.arange(0, BT)
@@ -175,5 +175,5 @@ def decide(
     raw = tl.load(gates + at, mask=slots, other=0.0)
     settle(
         e, raw, t, slots, row, threshold, first, second, factor, counts, free, reads, out_ids, out_gates, MARK,
-        K, VOTE, VIEWS, FUSION, POWER, NORM, CUMULATIVE, FACTOR, GAIN, MIN_ACTIVE, MIN_MASS, CODED,
+        K, VOTE, VIEWS, FUSION, POWER, NORM, CUMULATIVE, FACTOR, GAIN, MIN_ACTIVE, MIN_MASS,
     )  # fmt: skip

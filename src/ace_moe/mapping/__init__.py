@@ -1,11 +1,11 @@
 """From a model and a text to thresholds in a plan."""
 
-from .bounds import least_reading, most_within
+from .bounds import most_within
 from .fit import Fit, Histogram
-from .own_text import own_windows, text_for, texts_for
-from .recipe import Mapped, Passes, calibrate, calibration_part, fit_budgets, map_budgets, prepare
+from .recipe import Mapped, Passes, ensure, fit_budgets, map_budgets, missing
+from .texts import TextSource, own_windows, windows_by_text
 
 __all__ = [
-    "Fit", "Histogram", "Mapped", "Passes", "calibrate", "calibration_part", "fit_budgets",
-    "least_reading", "map_budgets", "most_within", "own_windows", "prepare", "text_for", "texts_for",
+    "Fit", "Histogram", "Mapped", "Passes", "TextSource", "ensure", "fit_budgets", "map_budgets", "missing",
+    "most_within", "own_windows", "windows_by_text",
 ]  # fmt: skip

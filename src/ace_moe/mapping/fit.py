@@ -7,9 +7,11 @@ the dense one, so its realised ratio drifts; correction passes run the skipped m
 
 from __future__ import annotations
 
+import datetime
+import itertools
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -17,6 +19,9 @@ import torch
 from torch import Tensor
 
 from ..errors import BudgetError, no_numbers, out_of_reach
+from ..plan import Curve, Workload
+from ..plan.curves import shaping
+from ..policies import Policy
 
 BINS = 1 << 20  # a power of two: scaling a float by it is exact, so "bin < b" and "contribution < b / BINS" agree
 
@@ -99,9 +104,6 @@ class Fit:
     corrected: bool
 
 
-Pass = Callable[[float], Histogram]  # runs the model with τ over the text; what its slots contributed
-
-
 class Dense(Protocol):
     """What is known of the unskipped model: a histogram, or the curve that was kept of one."""
 
@@ -122,42 +124,62 @@ def quantile_fits(dense: Dense, budgets: Sequence[float]) -> list[Fit]:
     return fits
 
 
-def correct(run: Pass, fit: Fit, tolerance: float = 5e-4, max_passes: int = 6) -> Fit:
-    """Move τ until the skipped model itself realises the budget; the best of at most `max_passes` passes.
+# ---- a histogram as a curve: few points, so that a line between them is as good ------------------------------------------------
 
-    Each pass is the skipped model's own histogram: its quantile is the next τ. States move little with τ, so this
-    fixed-point step converges in one or two passes.
-    """
-    if fit.budget == 0:
-        return fit
-    tau, best = fit.threshold, None
-    for done in range(1, max_passes + 1):
-        seen = run(tau)
-        realised = seen.ratio(tau)
-        if best is None or abs(realised - fit.budget) < abs(best.realised - fit.budget):
-            best = Fit(fit.budget, tau, realised, done, corrected=True)
-        if abs(realised - fit.budget) <= tolerance:
-            break
-        tau = seen.threshold(fit.budget)
-    assert best is not None
-    return replace(best, passes=done)
+CLOSE = 1e-4  # of ratio: how far the line may be from the histogram
+STEP = 1e-3  # a larger jump between two bins is kept as it is
+MOST = 2040  # points: under 16 KiB
+Vertex = tuple[int, float]  # bin edge, ratio
 
 
-def search(run: Pass, budget: float, tolerance: float = 5e-4, max_passes: int = 24) -> Fit:
-    """Binary search over τ with a pass of the skipped model at each step: what quantile mapping is compared with."""
-    return bisect(lambda tau: run(tau).ratio(tau), budget, tolerance, max_passes)
+def curve_of(seen: Histogram, policy: Policy, workload: Workload) -> Curve:
+    """What a dense pass saw, as a plan keeps it."""
+    today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
+    return Curve(shaping(policy.settings), workload, points(seen), today)
 
 
-def bisect(realised: Callable[[float], float], budget: float, tolerance: float, max_passes: int) -> Fit:
-    """The τ in [0, 1] whose realised ratio comes closest to the budget."""
-    low, high = 0.0, 1.0
-    best = Fit(budget, 0.0, 0.0, 0, corrected=True)
-    for done in range(1, max_passes + 1):
-        tau = math.ceil((low + high) / 2 * BINS) / BINS
-        found = realised(tau)
-        if abs(found - budget) <= abs(best.realised - budget):
-            best = Fit(budget, tau, found, done, corrected=True)
-        if abs(found - budget) <= tolerance or high - low <= 1 / BINS:
-            break
-        low, high = (tau, high) if found < budget else (low, tau)
-    return replace(best, passes=done)
+def points(seen: Histogram) -> Tensor:
+    """[2, N]: τ and ratio. Where slots are tied so often that this is too much, the line is less close."""
+    ratios, close = seen.ratios(), CLOSE
+    while len(line := _line(ratios, close)) > MOST:
+        close *= 1.05
+    edges, values = zip(*line, strict=True)
+    taus = torch.tensor(edges, dtype=torch.float64) / BINS
+    return torch.stack([taus, torch.tensor(values, dtype=torch.float64)]).float()
+
+
+def _line(ratios: np.ndarray, close: float) -> list[Vertex]:
+    """Through the ratios [BINS + 2]: both ends of large steps, the first edge of the end, and little between them."""
+    steps = np.flatnonzero(np.diff(ratios) > STEP)
+    end = int(np.searchsorted(ratios, ratios[-1]))  # from here on nothing more is skipped
+    fixed = sorted({0, end, len(ratios) - 1, *steps.tolist(), *(steps + 1).tolist()})
+    line = [(0, float(ratios[0]))]
+    for first, last in itertools.pairwise(fixed):
+        line += _stretch(ratios, first, last, close) if ratios[last] > ratios[first] and last - first > 1 else []
+        line.append((last, float(ratios[last])))
+    return line
+
+
+def _stretch(ratios: np.ndarray, first: int, last: int, close: float) -> list[Vertex]:
+    """Vertices inside a stretch. A line swings about its last vertex as long as it comes close to every edge it passes."""
+    made: list[Vertex] = []
+    (at, value), low, high = (first, float(ratios[first])), -math.inf, math.inf
+    before = first
+    for edge in _telling(ratios, first, last, close):
+        wanted, room = float(ratios[edge]), 0.0 if edge == last else close
+        down, up = (wanted - room - value) / (edge - at), (wanted + room - value) / (edge - at)
+        if max(low, down) > min(high, up):
+            slope = min(max((float(ratios[before]) - value) / (before - at), low, 0.0), high)
+            value = min(value + slope * (before - at), float(ratios[last]))
+            at, low, high = before, -math.inf, math.inf
+            made.append((at, value))
+            down, up = (wanted - room - value) / (edge - at), (wanted + room - value) / (edge - at)
+        low, high, before = max(low, down), min(high, up), edge
+    return made
+
+
+def _telling(ratios: np.ndarray, first: int, last: int, close: float) -> list[int]:
+    """Edges in front of and behind every jump that matters: small ones are taken together, so a long text costs no more."""
+    levels = np.floor((ratios[first : last + 1] - ratios[first]) / (close / 50))
+    jumps = np.flatnonzero(np.diff(levels)) + first
+    return sorted({last, *jumps.tolist(), *(jumps + 1).tolist()} - {first})

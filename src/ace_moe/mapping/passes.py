@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
@@ -15,18 +15,16 @@ from transformers import PreTrainedModel
 
 from .. import progress
 from ..checkpoint import MoEModel, Site
-from ..decider import Runtime
+from ..decider import Deciders
 from ..engines.transformers import Attachment
 from ..plan import Plan
 from ..policies import Decision, Policy, Routing, TokenPolicy
 from ..scoring.fidelity import Fidelity, compare
 from ..scoring.predictions import predict
 from ..scoring.statistics import token_interval
-from ..text import Windows, windows_of
-from .aligned import Statistics, statistics
+from ..text import Windows
 from .fit import Histogram
 
-ALIGNED_ON = 8  # windows
 JUDGED_ON = 16  # windows: enough for an interval, few beside the passes that map
 Run = Callable[[PreTrainedModel, Windows, int], Any]  # reads a text in batches of windows
 
@@ -42,47 +40,41 @@ def read_through(model: PreTrainedModel, windows: Windows, batch: int = 1) -> No
 
 
 @contextmanager
-def attached(model: PreTrainedModel, plan: Plan, policy: Policy, sites: list[Site] | None = None) -> Iterator[Runtime]:
+def attached(model: PreTrainedModel, plan: Plan, policy: Policy, sites: list[Site] | None = None) -> Iterator[Deciders]:
     """The policy in the model, on the torch path: mapping looks at contributions there. `sites`, if they are known: finding
     them takes a twin of the model."""
-    runtime = Runtime(plan, policy)
-    attachment = Attachment(model, runtime, MoEModel.of(model).sites if sites is None else sites, "torch")
+    deciders = Deciders(plan, policy)
+    attachment = Attachment(model, deciders, MoEModel.of(model).sites if sites is None else sites, "torch")
     try:
-        yield runtime
+        yield deciders
     finally:
         attachment.remove()
 
 
 @dataclass(eq=False)
 class Passes:
-    """Passes over one text under a policy that is attached; `run` reads the text, `results` are what it returned by τ.
+    """Passes over one text under a policy that is attached; `run` reads the text, `results` are what it returned by τ."""
 
-    Where skipped sums are aligned, each τ has statistics of its own, from the first windows of `learned`, else of the text.
-    """
-
-    runtime: Runtime
+    deciders: Deciders
     model: PreTrainedModel
     windows: Windows
     batch: int = 1
     run: Run = read_through
-    learned: Windows | None = None
     results: dict[float, Any] = field(default_factory=dict)
     count: int = 0
-    _statistics: dict[float, Statistics] = field(default_factory=dict)
 
     @property
     def policy(self) -> Policy:
-        return self.runtime.policy
+        return self.deciders.policy
 
     def set(self, threshold: float) -> None:
-        """This τ in every phase, with its statistics; counters start anew."""
-        self.runtime.align(self.statistics(threshold))
-        self.runtime.set(torch.full((3,), threshold))
-        self.runtime.reset()
+        """This τ in every phase; counters start anew."""
+        self.deciders.set(torch.full((3,), threshold))
+        self.deciders.reset()
 
     def whole(self, ids: Tensor) -> Tensor:
         """The unskipped model's logits [B, L, V]; nothing of it is counted."""
-        with self.runtime.aside():
+        with self.deciders.bypass():
             return predict(self.model, ids)
 
     def __call__(self, threshold: float) -> Histogram:
@@ -91,26 +83,16 @@ class Passes:
         self.count += 1
         if self.policy.mapping != "quantile":
             self.results[threshold] = self.run(self.model, self.windows, self.batch)
-            return Counted(self.runtime.realised)
+            return Counted(self.deciders.realised)
         seen = Histogram()
 
         def observer(routing: Routing, protected: Tensor | None, decision: Decision) -> None:
             assert protected is not None
             seen.add(protected, routing.token_mask)
 
-        with self.runtime.observed(lambda key: observer):
+        with self.deciders.observed(lambda key: observer):
             self.results[threshold] = self.run(self.model, self.windows, self.batch)
         return seen
-
-    def statistics(self, threshold: float) -> Statistics:
-        """Of skipped sums at this τ, made once; none where they are not aligned."""
-        if threshold == 0 or not self.policy.aligned:
-            return {}
-        if threshold not in self._statistics:
-            part = windows_of((self.learned or self.windows).ids[:ALIGNED_ON], "")
-            read = partial(read_through, self.model, part, self.batch)
-            self._statistics[threshold] = statistics(self.runtime, threshold, read)
-        return self._statistics[threshold]
 
 
 class Counted(Histogram):
@@ -132,8 +114,8 @@ def judge(
 ) -> list[dict[str, Any]]:
     """KL, agreement and acceptance at each τ with their intervals; one batch of logits is in memory at a time."""
     part, found = windows.ids[:JUDGED_ON], [Fidelity() for _ in taus]
-    with attached(model, plan, policy) as runtime, progress.task("fidelity", len(part)) as task:
-        passes = Passes(runtime, model, windows, batch)
+    with attached(model, plan, policy) as deciders, progress.task("fidelity", len(part)) as task:
+        passes = Passes(deciders, model, windows, batch)
         for ids in part.split(batch):
             whole = passes.whole(ids)
             for tau, sums in zip(taus, found, strict=True):
@@ -154,19 +136,9 @@ def _means(sums: Fidelity, tokens: int) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class Everything(Policy):
-    """Skips nothing, and asks for what the policies that look on need."""
+    """Skips nothing: other policies look on."""
 
     name = "everything"
-
-    watchers: Mapping[str, Policy] = field(default_factory=dict)
-
-    @property
-    def needs_logits(self) -> bool:  # type: ignore[override]
-        return any(policy.needs_logits for policy in self.watchers.values())
-
-    @property
-    def needs_norms(self) -> bool:  # type: ignore[override]
-        return any(policy.needs_norms for policy in self.watchers.values())
 
     def route(self, routing: Routing) -> Decision:
         return Decision(routing.ids, routing.gates, torch.ones_like(routing.ids, dtype=torch.bool))
@@ -176,16 +148,20 @@ def observe(
     model: PreTrainedModel, plan: Plan, policies: Mapping[str, TokenPolicy], read: Callable[[], Any]
 ) -> tuple[Any, dict[str, Histogram]]:
     """What every policy's slots contribute in one pass of the unskipped model, and what `read` returned of it."""
-    seen = {method: Histogram() for method in policies}
-    with attached(model, plan, Everything(watchers=policies)) as runtime:
-        beside = {method: Runtime(plan, policy) for method, policy in policies.items()}
-        for key, layer in runtime.layers.items():
-            for other in beside.values():
-                other.add(key, layer.mark, layer.counts.device)
+    seen, sites = {method: Histogram() for method in policies}, MoEModel.of(model).sites
+    with attached(model, plan, Everything(), sites) as deciders, ExitStack() as hooks:
+        beside = {method: Deciders(plan, policy) for method, policy in policies.items()}
+        for site in sites:
+            decider = deciders[site.key]
+            for method, other in beside.items():
+                extras = policies[method].extras(model, site)
+                other.add(site.key, skipped=decider.skipped, device=decider.counts.device, extras=extras)
+                if extras is not None:
+                    hooks.callback(extras.remove)
 
         def see(key: str, routing: Routing, protected: Tensor | None, decision: Decision) -> None:
             for method, other in beside.items():
-                seen[method].add(other.layers[key].protected(routing), routing.token_mask)
+                seen[method].add(other[key].protected(routing), routing.token_mask)
 
-        with runtime.observed(lambda key: partial(see, key)):
+        with deciders.observed(lambda key: partial(see, key)):
             return read(), seen

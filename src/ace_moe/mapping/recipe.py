@@ -1,62 +1,81 @@
-"""The one recipe for mapping budgets: tables and calibration that lack → one dense pass → corrections or search → entries.
+"""Make what is missing: tables that a policy reads → one dense pass → corrections or search → thresholds.
 
-Everyone who maps calls it: `ACE`, `ace budget`, `ace serve --text`, the demo, comparisons.
+The one home of it: `ACE`, `ace plan`, `ace run`, `ace serve`, the demo and comparisons call `ensure` or `map_budgets`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
-from dataclasses import asdict, dataclass, replace
+import math
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, replace
 from functools import cache
 
 from transformers import PreTrainedModel
 
 from .. import progress
 from ..budget import check_budget
-from ..checkpoint import MoEModel
+from ..decider import Deciders
 from ..errors import BudgetError
-from ..plan import Plan, Threshold
+from ..plan import Lookup, Plan, Threshold
 from ..policies import PRESETS, Policy
 from ..scoring.predictions import predicts
 from ..tables.build import add_tables
-from ..text import Windows, windows_of
-from . import fit as mapping
-from .aligned import with_statistics
-from .curves import curve_of
-from .fit import Dense, Fit
+from ..text import Windows
+from .fit import BINS, Dense, Fit, Histogram, curve_of, quantile_fits
 from .passes import Passes, Run, attached, judge, read_through
+from .texts import TextSource
 from .unfinished import Partial
 
 COARSE = 5e-3  # a quantile further than this from its budget lies on a step
 SEARCHED = 2e-3  # how close a search comes to a budget before it ends
 MOST_STEPS = 10
 MOST_CORRECTIONS = 6
-CALIBRATED_ON = 8  # windows
 Save = Callable[[Plan], object]
 
 
-# ---- what a policy needs ----------------------------------------------------------------------------------------------
+def missing(
+    plan: Plan, policy: Policy, budgets: Iterable[float], workload: str | None = None, sha256: str | None = None
+) -> list[float]:
+    """The budgets above 0 that the plan has no threshold for: any at all, or one measured on the text with this hash."""
+
+    lookup = Lookup(plan, policy.settings, workload)
+
+    def known(budget: float) -> bool:
+        if sha256 is not None:
+            entries = [t for t in plan.thresholds if t.workload.sha256 == sha256 and t.fits(policy.settings)]
+            return any(abs(t.budget - budget) < 1e-9 for t in entries)
+        with suppress(BudgetError):
+            lookup.at(budget)
+            return True
+        return False
+
+    return [budget for budget in sorted(set(budgets) - {0.0}) if not known(budget)]
 
 
-def calibrate(plan: Plan, policy: Policy, model: PreTrainedModel, windows: Windows | None) -> Plan:
-    """The plan with the policy's calibration on this model and text, made again if it is there already."""
-    if not policy.calibrated:
-        return plan
-    plan.check_model(MoEModel.of(model).fingerprint())
-    text = asdict(windows.workload) if windows is not None else None
-    return plan.with_tables(policy.calibrate(model, windows), {"params": policy.params, "workload": text})
+def ensure(
+    model: PreTrainedModel,
+    plan: Plan,
+    policy: Policy,
+    budgets: Iterable[float],
+    text: TextSource,
+    *,
+    workload: str | None = None,
+    deciders: Deciders | None = None,
+    save: Save = lambda plan: None,
+) -> Plan:
+    """The plan with everything this policy needs to run at these budgets; nothing is done twice.
 
-
-def calibration_part(windows: Windows) -> Windows:
-    """The first windows of a text: the cited methods use few samples, and some take a pass for every layer or expert."""
-    return windows_of(windows.ids[:CALIBRATED_ON], windows.workload.name)
-
-
-def prepare(plan: Plan, policy: Policy, model: PreTrainedModel, windows: Windows | None) -> Plan:
-    """The plan with everything the policy needs: what it lacks is computed or calibrated, the rest is left alone."""
-    plan = add_tables(plan, policy.tables, model)
-    return calibrate(plan, policy, model, windows) if plan.lacks(policy.tables) else plan
+    `deciders`: of a plan that is attached to the model already, else one is attached for the passes. `save` gets the plan after
+    each threshold, so that stopped work goes on.
+    """
+    todo = missing(plan, policy, budgets, workload, text.sha256())
+    if todo:
+        return map_budgets(model, plan, policy, text.windows(model), todo, deciders=deciders, save=save).plan
+    if plan.lacks(policy.tables):
+        plan = add_tables(plan, policy.tables, model)
+        save(plan)
+    return plan
 
 
 # ---- mapping ------------------------------------------------------------------------------------------------------------
@@ -90,27 +109,30 @@ def map_budgets(
     judged: bool = False,
     save: Save = lambda plan: None,
     partial: Partial | None = None,
+    deciders: Deciders | None = None,
 ) -> Mapped:
     """τ for each budget on this text, into the plan; `save` gets the plan after each, so that a stopped run goes on.
 
     `correct`: move τ until the skipped model itself realises the budget; by default for all but the paper's method,
     which has no such step. `judged`: entries also say what their threshold does to predictions. Budgets that the plan has
-    for these settings and this text are not mapped `again`.
+    for these settings and this text are not mapped `again`. Tables from weights are made; one that a calibration makes has to be
+    in the plan (`ace_moe.lab.policies.prepare`). `deciders`: of a plan attached already; else one is attached here.
     """
     wanted = list(dict.fromkeys(check_budget(b, plan.top_k, policy.min_active) for b in budgets))
     correct = policy != PRESETS["paper"] if correct is None else correct
-    plan = prepare(plan, policy, model, calibration_part(windows))
+    plan = add_tables(plan, policy.tables, model)
     known = {} if again else {b: f for b in wanted if (f := known_fit(plan, policy, windows, b, correct)) is not None}
-    with attached(model, plan, policy) as runtime, partial or nullcontext():
-        passes, fits = Passes(runtime, model, windows, batch, run), dict(known)
+    with (
+        nullcontext(deciders) if deciders is not None else attached(model, plan, policy) as deciders,
+        partial or nullcontext(),
+    ):
+        passes, fits = Passes(deciders, model, windows, batch, run), dict(known)
         todo = [b for b in wanted if b not in known]
         plan, dense = _dense(passes, plan, partial, again)
         with progress.task("budgets", len(todo)) as task:
             for budget in todo:
                 fits[budget] = fit_budgets(passes, [budget], correct=correct, dense=dense)[0]
                 plan = plan.with_thresholds(entries([fits[budget]], policy, windows))
-                found = passes.statistics(fits[budget].threshold)
-                plan = with_statistics(plan, policy, windows, budget, found) if found else plan
                 save(plan)
                 task.advance()
     if judged:
@@ -162,6 +184,47 @@ def known_fit(plan: Plan, policy: Policy, windows: Windows, budget: float, corre
     return None
 
 
+def corrected_fit(run: Callable[[float], Histogram], fit: Fit, tolerance: float = 5e-4, max_passes: int = 6) -> Fit:
+    """Move τ until the skipped model itself realises the budget; the best of at most `max_passes` passes.
+
+    Each pass is the skipped model's own histogram: its quantile is the next τ. States move little with τ, so this
+    fixed-point step converges in one or two passes.
+    """
+    if fit.budget == 0:
+        return fit
+    tau, best = fit.threshold, None
+    for done in range(1, max_passes + 1):
+        seen = run(tau)
+        realised = seen.ratio(tau)
+        if best is None or abs(realised - fit.budget) < abs(best.realised - fit.budget):
+            best = Fit(fit.budget, tau, realised, done, corrected=True)
+        if abs(realised - fit.budget) <= tolerance:
+            break
+        tau = seen.threshold(fit.budget)
+    assert best is not None
+    return replace(best, passes=done)
+
+
+def search(run: Callable[[float], Histogram], budget: float, tolerance: float = 5e-4, max_passes: int = 24) -> Fit:
+    """Binary search over τ with a pass of the skipped model at each step: what quantile mapping is compared with."""
+    return bisect(lambda tau: run(tau).ratio(tau), budget, tolerance, max_passes)
+
+
+def bisect(realised: Callable[[float], float], budget: float, tolerance: float, max_passes: int) -> Fit:
+    """The τ in [0, 1] whose realised ratio comes closest to the budget."""
+    low, high = 0.0, 1.0
+    best = Fit(budget, 0.0, 0.0, 0, corrected=True)
+    for done in range(1, max_passes + 1):
+        tau = math.ceil((low + high) / 2 * BINS) / BINS
+        found = realised(tau)
+        if abs(found - budget) <= abs(best.realised - budget):
+            best = Fit(budget, tau, found, done, corrected=True)
+        if abs(found - budget) <= tolerance or high - low <= 1 / BINS:
+            break
+        low, high = (tau, high) if found < budget else (low, tau)
+    return replace(best, passes=done)
+
+
 def fit_budgets(
     passes: Passes, budgets: Sequence[float], *, correct: bool = True, dense: Dense | None = None
 ) -> list[Fit]:
@@ -171,12 +234,12 @@ def fit_budgets(
     """
     if passes.policy.mapping == "search":
         return search_budgets(passes, budgets)
-    fits = mapping.quantile_fits(dense if dense is not None else passes(0.0), budgets)
+    fits = quantile_fits(dense if dense is not None else passes(0.0), budgets)
     if not correct:
         return fits
     # slots of equal contribution cannot be split: such a budget is measured once, no correction brings it closer
     most = [1 if abs(fit.realised - fit.budget) > COARSE else MOST_CORRECTIONS for fit in fits]
-    return [mapping.correct(passes, fit, max_passes=n) for fit, n in zip(fits, most, strict=True)]
+    return [corrected_fit(passes, fit, max_passes=n) for fit, n in zip(fits, most, strict=True)]
 
 
 def search_budgets(passes: Passes, budgets: Sequence[float]) -> list[Fit]:
@@ -193,7 +256,7 @@ def search_budgets(passes: Passes, budgets: Sequence[float]) -> list[Fit]:
         if abs(realised(wanted) - wanted) <= SEARCHED:  # some knobs are the ratio itself
             fit = Fit(wanted, wanted, realised(wanted), 0, corrected=True)
         else:
-            fit = mapping.bisect(realised, wanted, SEARCHED, MOST_STEPS)
+            fit = bisect(realised, wanted, SEARCHED, MOST_STEPS)
         fits.append(replace(fit, passes=passes.count - before))
     return fits
 

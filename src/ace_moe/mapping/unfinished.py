@@ -69,7 +69,7 @@ def _key(passes: Passes) -> str:
     """Everything the histogram depends on."""
     settings = {k: v for k, v in passes.policy.settings.items() if k != "gain"}
     facts = {
-        "model": passes.runtime.plan.fingerprint.routers.exact,
+        "model": passes.deciders.plan.fingerprint.routers.exact,
         "dtype": str(passes.model.dtype),
         "device": passes.model.device.type,
         "settings": settings,

@@ -46,22 +46,23 @@ class Curve:
         return self.workload.sha256 == sha256 and compared(self.settings) == compared(shaping(settings))
 
     @cached_property
-    def _lists(self) -> tuple[list[float], list[float]]:
+    def lines(self) -> tuple[list[float], list[float]]:
+        """τ and ratio of each point."""
         taus, ratios = self.points.tolist()
         return taus, ratios
 
     @property
     def limit(self) -> float:
-        return self._lists[1][-1]
+        return self.lines[1][-1]
 
     def ratio(self, threshold: float) -> float:
         """The dense model's ratio at τ."""
-        return on_line(*self._lists, threshold)
+        return on_line(*self.lines, threshold)
 
     def threshold(self, budget: float) -> float:
         """The τ of a ratio; in a step that of its nearer end, and in the middle where several τ have one ratio."""
-        taus, ratios = self._lists
-        at = bisect_left(ratios, min(budget, self.limit) - SAME)
+        taus, ratios = self.lines
+        at = bisect_left(ratios, min(budget, ratios[-1]) - SAME)
         if at == 0 or ratios[at] - budget <= SAME:
             return self._middle(at)
         if taus[at] - taus[at - 1] <= 1.5 * BIN:
@@ -69,7 +70,7 @@ class Curve:
         return round(on_line(ratios, taus, budget) / BIN) * BIN
 
     def _middle(self, at: int) -> float:
-        taus, ratios = self._lists
+        taus, ratios = self.lines
         first, last = bisect_left(ratios, ratios[at]), bisect_right(ratios, ratios[at]) - 1
         return (taus[first] + taus[last]) / 2 if ratios[at] > 0 else 0.0
 

@@ -80,13 +80,14 @@ def typed(policy: str, settings: Mapping[str, Any]) -> str:
 
 
 def compared(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings as entries are found by: what says nothing, no factor and denominator 0, is as if left out.
-
-    Older plans have `"denominator": 0` among the params of policy "fixed".
-    """
-    params = {name: value for name, value in settings["params"].items() if (name, value) != ("denominator", 0)}
+    """Settings as entries are found by: what says nothing, no factor and denominator 0, is as if left out."""
     rest = {name: value for name, value in settings.items() if (name, value) != ("factor", None)}
-    return {**rest, "params": params}
+    return {**rest, "params": without_denominator(settings["params"])}
+
+
+def without_denominator(params: Mapping[str, Any]) -> dict[str, Any]:
+    """Parameters of a policy without the `"denominator": 0` that schema 1 has for "fixed"; it says nothing."""
+    return {name: value for name, value in params.items() if (name, value) != ("denominator", 0)}
 
 
 # ---- texts --------------------------------------------------------------------------------------------------------------

@@ -37,34 +37,46 @@ class Answer:
     notice: str | None = None
 
 
-def lookup(
-    plan: Plan, settings: Mapping[str, Any], budget: float, phase: Phase = "both", workload: str | None = None
-) -> Answer:
-    """τ for a budget under exact settings; `workload` names a text, by default the plan's own choice."""
-    if missing := NEEDED - set(settings):
-        raise OptionError(
-            f"Settings name {', '.join(sorted(NEEDED))}; {', '.join(sorted(missing))} are missing. Take them from a policy: "
-            '`ace_moe.policies.make("share").settings`.'
-        )
-    if not isinstance(budget, (int, float)):
-        raise BudgetError(f"A budget is a number such as 0.5, not {budget!r:.60}.")
-    named = None if workload is None else pick(workloads_of(plan.thresholds, plan.curves), workload).sha256
-    if budget == 0:
-        return Answer(0.0, "measured", 0.0)
-    fitting = [t for t in plan.thresholds if t.fits(settings) and t.phase in (phase, "both")]
-    curves = {c.workload.sha256: c for c in plan.curves if c.of(settings, c.workload.sha256)}
-    text = named or _usual_text(plan.default_workload, [*curves, *(t.workload.sha256 for t in fitting)])
-    measured = [t for t in fitting if t.workload.sha256 == text]
-    for entry in measured:
-        if abs(entry.budget - budget) < EXACT:
-            how: How = "measured" if entry.corrected else "uncorrected"
-            return Answer(entry.threshold, how, entry.realised, workload=entry.workload)
-    if text in curves:
-        return _from_curve(curves[text], [t for t in measured if t.corrected and t.phase == "both"], budget)
-    answer = _between_entries(measured, budget)
-    if answer is None:
-        raise BudgetError(_no_threshold(plan, settings, budget, workload, measured))
-    return answer
+ZERO = Answer(0.0, "measured", 0.0)
+
+
+class Lookup:
+    """What a plan knows of budgets under exact settings on one text: `at` is τ for a budget.
+
+    `workload` names the text, by default the plan's own choice. Made once for many budgets.
+    """
+
+    def __init__(self, plan: Plan, settings: Mapping[str, Any], workload: str | None = None):
+        if missing := NEEDED - set(settings):
+            raise OptionError(
+                f"Settings name {', '.join(sorted(NEEDED))}; {', '.join(sorted(missing))} are missing. Take them from a "
+                'policy: `ace_moe.policies.make("share").settings`.'
+            )
+        self.plan, self.settings, self.workload = plan, settings, workload
+        named = None if workload is None else pick(workloads_of(plan.thresholds, plan.curves), workload).sha256
+        fitting = [t for t in plan.thresholds if t.fits(settings)]
+        curves = {c.workload.sha256: c for c in plan.curves if c.of(settings, c.workload.sha256)}
+        text = named or _usual_text(plan.default_workload, [*curves, *(t.workload.sha256 for t in fitting)])
+        self.entries = [t for t in fitting if t.workload.sha256 == text]
+        self.curve = None if text is None else curves.get(text)
+        corrected = [t for t in self.entries if t.corrected and t.phase == "both"]
+        self.correction = None if self.curve is None else Correction(self.curve, corrected)
+
+    def at(self, budget: float, phase: Phase = "both") -> Answer:
+        """Measured; else from the curve, corrected between measured points; else on a line between two entries."""
+        if budget == 0:
+            return ZERO
+        entries = [t for t in self.entries if t.phase in (phase, "both")]
+        for entry in entries:
+            if abs(entry.budget - budget) < EXACT:
+                how: How = "measured" if entry.corrected else "uncorrected"
+                return Answer(entry.threshold, how, entry.realised, workload=entry.workload)
+        if self.correction is not None:
+            return self.correction.at(budget)
+        answer = _between_entries(entries, budget)
+        if answer is None:
+            raise BudgetError(_no_threshold(self.plan, self.settings, budget, self.workload, entries))
+        return answer
 
 
 def workloads_of(thresholds: Sequence[Threshold], curves: Sequence[Curve]) -> list[Workload]:
@@ -92,50 +104,47 @@ def _between_entries(entries: Sequence[Threshold], budget: float) -> Answer | No
     return Answer(tau, "uncorrected", budget, workload=entries[0].workload, notice=notice)
 
 
-# ---- from a curve -------------------------------------------------------------------------------------------------------
+class Correction:
+    """The unskipped model's curve, bent so that it goes through what measured thresholds realised."""
 
+    def __init__(self, curve: Curve, measured: Sequence[Threshold]):
+        """Points (realised, what the curve says of that τ), rising in both, from (0, 0) to the limit."""
+        self.curve, self.xs, self.ys = curve, [0.0], [0.0]
+        points = {t.realised: curve.ratio(t.threshold) for t in measured if 0 < t.realised < curve.limit}
+        for realised, said in sorted(points.items()):
+            self.xs.append(realised)
+            self.ys.append(min(max(self.ys[-1], said), curve.limit))
+        self.xs.append(curve.limit)
+        self.ys.append(curve.limit)
 
-def _from_curve(curve: Curve, measured: Sequence[Threshold], budget: float) -> Answer:
-    if budget > curve.limit + STEP:
-        raise out_of_reach(budget, curve.limit, f"on {curve.workload.name}")
-    line = _correction(curve, measured)
-    tau = curve.threshold(_at(line, budget))
-    expected = _at([(y, x) for x, y in line], curve.ratio(tau))
-    how: How = "between" if len(line) > 2 else "uncorrected"
-    error = _left_out(line, budget) if how == "between" else None
-    if abs(expected - budget) > STEP:
-        notice = f"ratios come in steps here: {expected:.1%} is the nearest to {budget:.1%}"
-    elif error is None:
-        notice = (
-            f"τ for {budget:.1%} is read off the unskipped model's curve, not corrected: expect a point more or less"
-        )
-    else:
-        notice = f"τ for {budget:.1%} is between measured budgets; expect {budget:.1%} within {100 * error:.2f} points"
-    return Answer(tau, how, expected, error, curve.workload, notice)
+    def at(self, budget: float) -> Answer:
+        curve = self.curve
+        if budget > self.xs[-1] + STEP:
+            raise out_of_reach(budget, self.xs[-1], f"on {curve.workload.name}")
+        tau = curve.threshold(on_line(self.xs, self.ys, budget))
+        expected = on_line(self.ys, self.xs, on_line(*curve.lines, tau))
+        how: How = "between" if len(self.xs) > 2 else "uncorrected"
+        error = self._left_out(budget) if how == "between" else None
+        if abs(expected - budget) > STEP:
+            notice = f"ratios come in steps here: {expected:.1%} is the nearest to {budget:.1%}"
+        elif error is None:
+            notice = f"τ for {budget:.1%} is read off the unskipped model's curve, not corrected: expect a point more or less"
+        elif budget > self.xs[-2]:
+            notice = (
+                f"τ for {budget:.1%} is above the largest measured budget; expect it within {100 * error:.2f} points"
+            )
+        else:
+            notice = f"τ for {budget:.1%} is between measured budgets; expect it within {100 * error:.2f} points"
+        return Answer(tau, how, expected, error, curve.workload, notice)
 
-
-def _correction(curve: Curve, measured: Sequence[Threshold]) -> list[tuple[float, float]]:
-    """(realised, what the curve says of that τ), rising in both, from (0, 0) to the limit."""
-    points = {t.realised: curve.ratio(t.threshold) for t in measured if 0 < t.realised < curve.limit}
-    line, highest = [(0.0, 0.0)], 0.0
-    for realised, said in sorted(points.items()):
-        highest = min(max(highest, said), curve.limit)
-        line.append((realised, highest))
-    return [*line, (curve.limit, curve.limit)]
-
-
-def _at(line: Sequence[tuple[float, float]], x: float) -> float:
-    xs, ys = zip(*line, strict=True)
-    return on_line(xs, ys, x)
-
-
-def _left_out(line: Sequence[tuple[float, float]], budget: float) -> float:
-    """How wrong the line would be at the measured points next to a budget, had they not been measured."""
-    at = min(max(bisect_left(line, (budget,)), 1), len(line) - 1)
-    near = [i for i in (at - 1, at) if 0 < i < len(line) - 1]
-    errors = [abs(_at([line[i - 1], line[i + 1]], line[i][0]) - line[i][1]) for i in near]
-    last = DRIFT * (budget - line[-2][0]) if at == len(line) - 1 else 0.0  # nothing holds the line above but its end
-    return max(*errors, last)
+    def _left_out(self, budget: float) -> float:
+        """How wrong the line would be at the measured points next to a budget, had they not been measured."""
+        xs, ys = self.xs, self.ys
+        at = min(max(bisect_left(xs, budget), 1), len(xs) - 1)
+        near = [i for i in (at - 1, at) if 0 < i < len(xs) - 1]
+        errors = [abs(on_line([xs[i - 1], xs[i + 1]], [ys[i - 1], ys[i + 1]], xs[i]) - ys[i]) for i in near]
+        last = DRIFT * (budget - xs[-2]) if at == len(xs) - 1 else 0.0  # nothing holds the line above but its end
+        return max(*errors, last)
 
 
 # ---- words ----------------------------------------------------------------------------------------------------------------

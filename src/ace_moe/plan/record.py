@@ -17,13 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import BUILD, PlanError
+from ..errors import BUILD, BudgetError, PlanError
 from ..files import expand, write_whole
 from . import file
 from .curves import Curve
 from .entries import Phase, Threshold, Workload, compared
 from .fingerprint import Fingerprint
-from .lookup import Answer, lookup, workloads_of
+from .lookup import Answer, Lookup, workloads_of
 from .shapes import check_factors
 
 
@@ -124,7 +124,9 @@ class Plan:
         self, settings: Mapping[str, Any], budget: float, phase: Phase = "both", workload: str | None = None
     ) -> Answer:
         """τ for a budget under exact settings; `workload` names a text, by default the plan's own choice."""
-        return lookup(self, settings, budget, phase, workload)
+        if not isinstance(budget, (int, float)):
+            raise BudgetError(f"A budget is a number such as 0.5, not {budget!r:.60}.")
+        return Lookup(self, settings, workload).at(budget, phase)
 
     # ---- texts ------------------------------------------------------------------------------------------------
 
@@ -210,10 +212,9 @@ def equal(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-def missing_table(policy: str, table: str, calibrated: bool) -> str:
+def missing_table(policy: str, table: str) -> str:
     """What to say when a policy's table is not in the plan."""
-    how = "calibrates it on that text" if calibrated else "computes it from the weights"
     return (
         f"Policy {policy!r} needs the table {table}, which this plan does not have. `ace plan MODEL --plan PLAN --text FILE "
-        f"--policy {policy}` {how} (in Python: `ace_moe.mapping.prepare`); policy 'share' needs none."
+        f"--policy {policy}` makes it (in Python: `ace_moe.lab.policies.prepare`); policy 'share' needs none."
     )

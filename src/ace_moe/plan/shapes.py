@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,7 +10,6 @@ from torch import Tensor
 from ..errors import BUILD, PlanError
 from ..schema import choice, items
 from ..schema import values as by_name
-from .entries import compared
 
 BY_EXPERT = {"gsp", "rcr"}  # tables with one number for each expert, whatever a file declares
 FACTOR = "factor_"  # tables with one number a layer, by which contributions are multiplied
@@ -23,13 +20,6 @@ Shapes = Mapping[str, Sequence[str]]
 Structure = Mapping[str, Mapping[str, Any]]
 Tables = dict[str, dict[str, Tensor]]
 AGAIN = f"Build it again with {BUILD}."
-
-
-def aligned_tables(settings: Mapping[str, Any], budget: float, sha256: str) -> tuple[str, str]:
-    """Names of the scale and the shift [hidden] of skipped sums that belong to a threshold: settings, budget and text."""
-    of = json.dumps([compared(settings), round(budget, 9), sha256], sort_keys=True)  # 0.1 + 0.2 is 0.3
-    mark = hashlib.sha256(of.encode()).hexdigest()[:12]
-    return f"aligned_scale_{mark}", f"aligned_shift_{mark}"
 
 
 def check_declared(shapes: Shapes) -> None:

@@ -6,22 +6,19 @@ from abc import ABC, abstractmethod
 from dataclasses import asdict, dataclass, fields
 from typing import Any, ClassVar, Literal
 
-import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .. import rule
 from ..errors import PolicyError
 from ..rule import GAINS, Form, Gain
-from .records import Decision, Model, Routing, Site, Tables, Windows
-from .scores import scores
+from .records import Decision, Extras, Routing, Site, Tables
 
-__all__ = ["Decision", "Model", "Policy", "Routing", "Site", "Tables", "TokenPolicy", "Windows"]
+__all__ = ["Decision", "Extras", "Policy", "Routing", "Site", "Tables", "TokenPolicy"]
 
 COMMON = ("gain", "min_active", "min_mass", "factor")
+PACKAGE = __package__.partition(".")[0]
 GAIN_TABLE = "gain_"  # what a table begins with that has one gain for each layer
 MOST_GAIN = 4.0
-MEAN = "mean_output"
-ALIGNED = "aligned"
 Mapped = Literal["quantile", "search"]
 
 
@@ -35,10 +32,6 @@ class Policy(ABC):
 
     name: ClassVar[str]
     needs: ClassVar[tuple[str, ...]] = ()  # tables
-    needs_logits: ClassVar[bool] = False  # what the router module returns first, [T, E]
-    needs_norms: ClassVar[bool] = False  # ‖f_e(x)‖ of every slot
-    token_local: ClassVar[bool] = False  # whether a token is decided by itself, whatever its batch or sequence
-    calibrated: ClassVar[bool] = False  # whether it has a `calibrate` that makes some of its tables
     mapping: ClassVar[Mapped] = "search"  # how a budget becomes a threshold
     stepwise: ClassVar[bool] = False  # whether its ratios come in steps of 1/k
     limits: ClassVar[str] = ""  # why a budget may be missed, for messages
@@ -47,10 +40,6 @@ class Policy(ABC):
     min_active: int = 1
     min_mass: float = 0.0
     factor: str | None = None  # a table with one number a layer that contributions are multiplied by
-
-    def __init_subclass__(cls) -> None:
-        super().__init_subclass__()
-        cls.calibrated = cls.calibrate is not Policy.calibrate
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "gain", _named(self.gain))
@@ -75,7 +64,7 @@ class Policy(ABC):
     def key(self) -> str:
         """The name in plans and results: of a class outside this package `module:Class`, so that none is taken for ours."""
         cls = type(self)
-        ours = cls.__module__.startswith(__package__ + ".")
+        ours = cls.__module__.partition(".")[0] == PACKAGE
         return cls.name if ours else f"{cls.__module__}:{cls.__qualname__}"
 
     @property
@@ -85,22 +74,14 @@ class Policy(ABC):
 
     @property
     def tables(self) -> tuple[str, ...]:
-        """All tables a layer must have: the method's own, the factor's, the gain's and what stands in for skipped slots."""
-        repair = getattr(self, "compensate", None)  # not by `super()`, which no compiler sees through
-        mean = MEAN if repair == "mean" else None
-        further = (self.factor, self.gain if self.gain.startswith(GAIN_TABLE) else None, mean)
+        """All tables a layer must have: the method's own, the factor's and the gain's."""
+        further = (self.factor, self.gain if self.gain.startswith(GAIN_TABLE) else None)
         return (*self.needs, *(name for name in further if name is not None))
 
     @property
-    def aligned(self) -> bool:
-        """Whether skipped sums get the mean and spread of whole ones, by statistics that belong to a budget."""
-        return getattr(self, "compensate", None) == ALIGNED
-
-    @property
-    def servable(self) -> bool:
-        """Whether it decides a token by its gates and tables and repairs nothing: what every engine can run."""
-        plain = isinstance(self, TokenPolicy) and self.token_local and self.compensate is None
-        return plain and not self.needs_logits and not self.needs_norms
+    def by_token(self) -> bool:
+        """Whether it decides each token from its gates and tables alone: what every engine can run."""
+        return isinstance(self, TokenPolicy) and type(self).extras is Policy.extras
 
     def ready(self, name: str, table: Tensor) -> Tensor:
         """A table as the method uses it; made once for each layer."""
@@ -113,25 +94,17 @@ class Policy(ABC):
     @abstractmethod
     def route(self, routing: Routing) -> Decision: ...
 
-    def calibrate(self, model: Model, windows: Windows | None) -> Tables:
-        """The tables that need a running model, by layer; names start with the policy's. The model is left as it was."""
-        return {}
+    def extras(self, model: nn.Module, site: Site) -> Extras | None:
+        """What the policy gathers in one layer of this model for itself, given back to it as `routing.extras`; None for most.
 
-    def guarded(self, routing: Routing, keep: Tensor) -> Tensor:
-        """keep [T, k] and what the safeguards add, for policies that have no contribution: those go by gate share."""
-        own = rule.share(routing.gates)
-        return keep | rule.protect(own, routing.gates, routing.ids, self.min_active, self.min_mass).isinf()
+        A method that looks at router logits, expert outputs or sequences puts its own hooks into the model here, so that
+        nothing which runs and serves has to know of them. It is called when a plan is attached; detaching calls `remove`.
+        """
+        return None
 
     def skip(self, routing: Routing, keep: Tensor) -> Decision:
         """The decision that runs the slots in `keep` and no others."""
         return Decision(routing.ids, rule.rescale(routing.gates, keep, self.gain, routing.constant), keep)
-
-    def reroute(self, routing: Routing, ids: Tensor, gates: Tensor, keep: Tensor) -> Decision:
-        """The decision that runs other slots than the routed ones: the gain compares their gates with the router's."""
-        before, after = routing.gates.float(), torch.where(keep, gates.float(), 0.0)
-        scaled = after * rule.gain_factor(before, after, self.gain, routing.constant)
-        changed = (~keep | (ids != routing.ids)).any(-1, keepdim=True)
-        return Decision(ids, torch.where(changed, scaled.to(routing.gates.dtype), routing.gates), keep)
 
 
 def _named(gain: object) -> Gain:
@@ -144,46 +117,17 @@ def _named(gain: object) -> Gain:
         value = -1.0
     if isinstance(gain, bool) or not 0 < value <= MOST_GAIN:
         raise PolicyError(
-            f"gain must be one of {', '.join(GAINS)}, a number above 0 and up to {MOST_GAIN:g}, a table {GAIN_TABLE}… of the "
-            f"plan, or {ALIGNED} for a policy that decides token by token and nothing else in `compensate`; not {gain!r}."
+            f"gain must be one of {', '.join(GAINS)}, a number above 0 and up to {MOST_GAIN:g}, or a table {GAIN_TABLE}… of the "
+            f"plan; not {gain!r}."
         )
     return f"{value:g}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenPolicy(Policy):
-    """Decides each token by itself: skip the slots whose contribution is under the threshold.
-
-    `denominator` k2 divides the gates by the mass of the router's top-k2 instead of its top-k; 0 leaves them as they are.
-    `compensate="mean"`: a skipped slot adds its gate times what its expert answers on average, a table from weights alone.
-    `compensate="aligned"` (LDA, arXiv 2609.09241): the sum y of a token that lost a slot becomes σ₀ (y − μ) / σ + μ₀ in each
-    of its d components; μ, σ and μ₀, σ₀ are those of skipped and whole sums on a text. `gain="aligned"`: that over `power`.
-    """
+    """Decides each token by itself: skip the slots whose contribution is under the threshold."""
 
     mapping: ClassVar[Mapped] = "quantile"
-    token_local: ClassVar[bool] = True
-
-    denominator: int = 0
-    compensate: str | None = None
-
-    def __post_init__(self) -> None:
-        if self.gain == ALIGNED and self.compensate in (None, ALIGNED):
-            object.__setattr__(self, "compensate", ALIGNED)
-            object.__setattr__(self, "gain", "power")
-        super().__post_init__()
-        if not isinstance(self.denominator, int) or self.denominator < 0:
-            raise PolicyError(f"denominator is a number of experts, or 0 for the model's k; not {self.denominator!r}.")
-        if self.compensate not in (None, "mean", ALIGNED):
-            raise PolicyError(f"compensate is mean, {ALIGNED} or nothing, not {self.compensate!r}.")
-
-    @property
-    def params(self) -> dict[str, Any]:
-        """Without what says nothing."""
-        return {k: v for k, v in super().params.items() if v or k not in ("denominator", "compensate")}
-
-    @property
-    def needs_logits(self) -> bool:  # type: ignore[override]
-        return self.denominator > 0
 
     @property
     def form(self) -> Form | None:
@@ -209,19 +153,8 @@ class TokenPolicy(Policy):
     def settle(self, routing: Routing, protected: Tensor) -> Decision:
         return self.skip(routing, rule.kept(protected, routing.threshold))
 
-    def skip(self, routing: Routing, keep: Tensor) -> Decision:
-        gates = rule.rescale(routing.gates, keep, self.gain, routing.constant)
-        return Decision(routing.ids, self._divided(routing, gates, keep) if self.denominator else gates, keep)
-
-    def _divided(self, routing: Routing, gates: Tensor, keep: Tensor) -> Tensor:
-        """gates · Σ_top-k p / Σ_top-k2 p for tokens that lost a slot."""
-        p = scores(routing)
-        largest = p.topk(min(self.denominator, p.shape[-1]), dim=-1).values
-        factor = p.gather(-1, routing.ids).sum(-1, keepdim=True) / largest.sum(-1, keepdim=True)
-        return torch.where(keep.all(-1, keepdim=True), gates, (gates.float() * factor).to(gates.dtype))
-
     def kernel_rule(self) -> Form | None:
         """The form, if nothing of the rule around it was changed: a subclass that overrides a step is really called."""
         steps = ("contribution", "protected", "settle", "skip", "route")
         plain = all(getattr(type(self), step) is getattr(TokenPolicy, step) for step in steps)
-        return self.form if plain and not self.needs_logits else None
+        return self.form if plain and self.by_token else None

@@ -1,16 +1,13 @@
-"""Scores that gates, tables and the router's probabilities give at once; most are a `Form`, which the kernels run too."""
+"""Scores that gates and tables give at once: each is a `Form`, which the kernels run too."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import ClassVar
 
-from torch import Tensor
-
 from ..errors import PolicyError
 from ..rule import FUSIONS, Form, Fusion, Gain
-from .base import Routing, TokenPolicy
-from .scores import scores
+from .base import TokenPolicy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,10 +114,10 @@ class Relative(TokenPolicy):
 
 @dataclass(frozen=True, kw_only=True)
 class Fixed(TokenPolicy):
-    """Keep the top-k1 gates, divided by the mass of the router's top-k2: c_i = 1 − rank_i / k, [T, k].
+    """Keep the top-k1 gates, divided by the mass of the router's top-k2 = k: c_i = 1 − rank_i / k, [T, k].
 
-    ("Training-free halving of activated experts", 2026.) k1 follows from the threshold; `denominator` is k2, and 0
-    stands for the model's k: gates stay as they are. For k2 ≠ k, w_i = g_i · Σ_top-k p / Σ_top-k2 p.
+    ("Training-free halving of activated experts", 2026.) k1 follows from the threshold, and k2 is the model's k: gates stay
+    as they are. `halving` has another k2.
     """
 
     name = "fixed"
@@ -129,19 +126,3 @@ class Fixed(TokenPolicy):
     limits = "every token keeps the same number of slots, so ratios come in steps of 1/k"
 
     gain: Gain = "none"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Score(TokenPolicy):
-    """c_i = p(e_i), [T, k]: the router's probability over all E experts (the "Score" baseline of Xu et al., ACE, 2026).
-
-    Kept gates are renormalised there.
-    """
-
-    name = "score"
-    needs_logits = True
-
-    gain: Gain = "kept"
-
-    def contribution(self, routing: Routing) -> Tensor:
-        return scores(routing).gather(-1, routing.ids).clamp(0, 1)

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 
 from torch import Tensor
 
-if TYPE_CHECKING:  # a slot is decided without them, and transformers takes seconds to import
-    from transformers import PreTrainedModel
+if TYPE_CHECKING:  # a slot is decided without it
+    from .. import checkpoint
 
-    from .. import checkpoint, text
-
-Model: TypeAlias = "PreTrainedModel"
 Site: TypeAlias = "checkpoint.Site"
-Windows: TypeAlias = "text.Windows"
 Tables = dict[str, dict[str, Tensor]]  # by layer key, then by name
+
+
+class Extras(Protocol):
+    """What a policy gathers in one layer for itself, beside gates and tables; see `Policy.extras`."""
+
+    def remove(self) -> None:
+        """Take its hooks out of the model."""
+        ...
 
 
 class Routing(NamedTuple):
@@ -24,14 +28,12 @@ class Routing(NamedTuple):
     ids: Tensor
     gates: Tensor
     tables: Mapping[str, Tensor]
-    threshold: Tensor  # [] or [T, 1]; one number for methods that decide by the batch
-    logits: Tensor | None = None
+    threshold: Tensor  # [] or [T, 1]
     hidden: Tensor | None = None
-    token_mask: Tensor | None = None
-    length: int = 0  # tokens of one sequence in this pass; 0 if unknown: then the pass counts as one sequence
-    norms: Callable[[], Tensor] | None = None  # ‖f_e(x)‖ of every slot, [T, k]: runs every slot's expert
+    token_mask: Tensor | None = None  # [T], False at padding
     factor: Tensor | None = None  # [], what the layer's contributions are multiplied by; ∞ guards the layer
     constant: Tensor | None = None  # [], what kept gates are multiplied by where the gain is a constant
+    extras: Extras | None = None  # what the policy gathered in this layer for itself
 
 
 class Decision(NamedTuple):

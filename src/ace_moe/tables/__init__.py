@@ -1,4 +1,4 @@
-"""Tables computed from weights alone: one number per expert with mean 1 in its layer, one per pair of experts, or a vector."""
+"""Tables computed from weights alone: one number per expert with mean 1 in its layer, or one per pair of experts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..checkpoint.records import MoELayer
 from ..errors import CheckpointError, StructureError
-from . import aimer, gsp, mean, rcr, signature
+from . import aimer, gsp, rcr
 
 EPSILON = 1e-8
 PAPER = ("gsp", "rcr")  # what the paper's rule reads
@@ -30,16 +30,13 @@ TABLES = {
     "rcr": Table(rcr.part),
     "rcr_uncentred": Table(partial(rcr.part, centre=False)),
     "aimer": Table(aimer.part),
-    "sere_weights": Table(signature.part, signature.similarity),
-    "mean_output": Table(mean.part, mean.cut),
 }
-SHAPES = {"mean_output": ("experts", "hidden")}  # of tables that are not one number for each expert or pair
 
 
 def tables_of(layer: MoELayer, names: Sequence[str]) -> tuple[dict[str, Tensor], dict[str, str]]:
     """The named tables that have a meaning for this layer, and for the others the reason why not.
 
-    float32: [E] with mean 1, [E, E] or [E, d] as it is.
+    float32: [E] with mean 1, or [E, E] as it is.
     """
     parts: dict[str, list[Tensor]] = {name: [] for name in names}
     undefined: dict[str, str] = {}

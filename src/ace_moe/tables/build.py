@@ -16,7 +16,7 @@ from ..checkpoint.model import check_sizes
 from ..errors import OptionError, OutputError, PlanError, StructureError
 from ..files import cache_folder
 from ..plan import Plan, update
-from . import SHAPES, TABLES, tables_of
+from . import TABLES, tables_of
 
 MOST_KEPT = 64  # plans of models that were given none; each has under a few MiB
 logger = logging.getLogger("vllm.ace_moe")  # what happens in an engine's worker is seen in its log
@@ -40,17 +40,23 @@ def build_plan(
     return Plan(computed, fingerprint, moe.name, undefined)
 
 
-def add_tables(plan: Plan, wanted: Iterable[str], model: str | Path | PreTrainedModel | MoEModel) -> Plan:
+def add_tables(
+    plan: Plan,
+    wanted: Iterable[str],
+    model: str | Path | PreTrainedModel | MoEModel,
+    *,
+    device: str | None = None,
+) -> Plan:
     """The plan with those of the wanted tables that come from weights alone and that it does not have."""
     names = [name for name in plan.lacks(wanted) if name in TABLES]
     if not names:
         return plan
     moe = MoEModel.open(model)
     plan.check_model(moe.fingerprint())
-    computed, undefined = _computed(moe, names)
+    computed, undefined = _computed(moe, names, device)
     if undefined:
         raise StructureError(f"{' '.join(dict.fromkeys(undefined.values()))} Policy 'share' needs no table.")
-    return plan.with_tables(computed, shapes={name: SHAPES[name] for name in names if name in SHAPES})
+    return plan.with_tables(computed)
 
 
 def _computed(

@@ -6,11 +6,11 @@
     print(ace.realised)
 
 `attachment` puts a layer's decider into a model and takes it out again, `experts` runs what is left, `passes` says what each
-token of a pass is, `generation` where a prompt ends, `again` what layers that a backward pass runs again were told.
+token of a pass is; `generation` says where a prompt ends.
 """
 
-from .attachment import Attachment
+from .attachment import Attachment, attached_to, attachments_in
 from .experts import on_gpu
-from .models import attached_to, base_of
+from .modules import base_of
 
-__all__ = ["Attachment", "attached_to", "base_of", "on_gpu"]
+__all__ = ["Attachment", "attached_to", "attachments_in", "base_of", "on_gpu"]

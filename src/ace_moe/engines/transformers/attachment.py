@@ -21,14 +21,13 @@ from transformers import PreTrainedModel
 
 from ...checkpoint import Site
 from ...checkpoint.structure import is_registered
-from ...decider import Layer, Runtime, row_of
+from ...decider import Decider, Deciders, row_of
 from ...decider.executors import SENTINELS
 from ...errors import IntegrationError
 from ...kernels import usable
-from ...policies.calibration import router_logits
 from .experts import CHILD, IMPLEMENTATION, UNRULED, Choice, choose_executor
-from .generation import Told, listen
-from .modules import block_of, device_of, leaves_sentinels_out, refuse_adapters, refuse_repair, ruled, stack_of
+from .generation import GenerateHook, listen
+from .modules import base_of, device_of, leaves_sentinels_out, refuse_adapters, ruled, stack_of
 from .passes import Pass
 
 MINE, PASS = "_ace_attachment", "_ace_pass"  # on the model, and on each of its stacks
@@ -51,14 +50,12 @@ class ConfigView:
 
 
 class Attachment:
-    """A runtime in one model. On any error the model is left as it was."""
+    """A deciders in one model. On any error the model is left as it was."""
 
-    def __init__(self, model: PreTrainedModel, runtime: Runtime, sites: list[Site], dispatch: Choice = "auto"):
-        if runtime.policy.aligned and dispatch == "kernels":
-            raise IntegrationError("`aligned` runs on the torch path: leave it or dispatch='kernels' out.")
-        self.model, self.runtime = ref(model), runtime
-        self.dispatch: Choice = "torch" if runtime.policy.aligned else dispatch
+    def __init__(self, model: PreTrainedModel, deciders: Deciders, sites: list[Site], dispatch: Choice = "auto"):
+        self.model, self.deciders, self.dispatch = ref(model), deciders, dispatch
         self.passes: dict[str, Pass] = {}
+        self._experts: dict[str, ref[nn.Module]] = {}  # by layer key
         # weak: a model that its user drops without detaching is gone
         self._undo: list[tuple[ref[nn.Module], Undo]] = []
         with CHANGING:
@@ -77,16 +74,10 @@ class Attachment:
                 )
             refuse_adapters(model, site)
             stack = self._pass(model, site.path)
-            layer = self._add(module, site, stack)
-            if (block := block_of(model, site.path)) is not None:
-                stack.again.add(block, layer)
-            if layer.mean is not None or layer.aligned:
-                refuse_repair(model, module)
+            decider = self._add(model, module, site, stack)
             if not is_registered(module):
-                self._hook_unregistered(site.path, module, layer)
-            if layer.policy.needs_logits:
-                self._hook_router(model, site, layer)
-            self._take_over_router(model, site, layer)
+                self._hook_unregistered(site.path, module)
+            self._take_over_router(model, site, decider)
         self._tell(model)
         vars(model)[MINE] = self
         self._later(model, lambda m: m.__dict__.pop(MINE, None))
@@ -96,28 +87,32 @@ class Attachment:
 
     # ---- experts ------------------------------------------------------------------------------------------------
 
-    def _add(self, module: nn.Module, site: Site, stack: Pass) -> Layer:
+    def _add(self, model: PreTrainedModel, module: nn.Module, site: Site, stack: Pass) -> Decider:
         device = device_of(module)
         chosen = choose_executor(module, device, self.dispatch, f"{site.path} ({type(module).__name__})")
         kernels = chosen.executor.name == "kernels" or (self.dispatch != "torch" and usable(device))
-        layer = self.runtime.add(site.key, site.num_experts, device, kernels=kernels)
-        layer.chosen, layer.tokens, layer.owner = chosen, stack, ref(module)
-        layer.train(module.training)
-        vars(layer)[HOLDER] = self
-        module.add_module(CHILD, layer)
+        extras = self.deciders.policy.extras(model, site)
+        if extras is not None:
+            self._later(module, lambda m: extras.remove())
+        options = {"tokens": stack, "device": device, "kernels": kernels, "extras": extras}
+        decider = self.deciders.add(site.key, experts=site.num_experts, **options)
+        decider.run_by(chosen)
+        vars(decider)[HOLDER] = self
+        self._experts[site.key] = ref(module)
+        module.add_module(CHILD, decider)
         self._later(module, lambda m: delattr(m, CHILD))
         if is_registered(module):
             self._set(module, "config", ConfigView(module.config))
         if hasattr(module, SENTINELS):
             self._set(module, SENTINELS, True)
-        return layer
+        return decider
 
     def _set(self, module: nn.Module, name: str, value: object) -> None:
         before = getattr(module, name)
         setattr(module, name, value)
         self._later(module, lambda m: setattr(m, name, before))
 
-    def _hook_unregistered(self, path: str, module: nn.Module, layer: Layer) -> None:
+    def _hook_unregistered(self, path: str, module: nn.Module) -> None:
         """A class outside the registry that is called the same way, if its own loop leaves sentinel slots out."""
         if not leaves_sentinels_out(module):
             raise IntegrationError(
@@ -134,25 +129,9 @@ class Attachment:
 
     # ---- routers ------------------------------------------------------------------------------------------------
 
-    def _hook_router(self, model: PreTrainedModel, site: Site, layer: Layer) -> None:
-        if site.router_path is None:
-            raise IntegrationError(
-                f"Policy {layer.policy.key!r} needs router logits, and {site.path} has no router module."
-            )
-        owner = ref(layer)
-
-        def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            here = owner()
-            if here is not None:
-                here.logits = router_logits(output, site.num_experts)
-
-        router = model.get_submodule(site.router_path)
-        handle = router.register_forward_hook(hook)
-        self._later(router, lambda m: handle.remove())
-
-    def _take_over_router(self, model: PreTrainedModel, site: Site, layer: Layer) -> None:
+    def _take_over_router(self, model: PreTrainedModel, site: Site, decider: Decider) -> None:
         """Where the router is a plain top-k, it and the rule become one kernel: the layer then decides at the router."""
-        if not layer.has_kernel or site.router_path is None:
+        if decider.kernel is None or site.router_path is None:
             return
         from ...kernels.routing import recognise
 
@@ -160,13 +139,14 @@ class Attachment:
         kind = None if "forward" in vars(router) else recognise(router, site.top_k)
         if kind is None:
             return
-        layer.at, stock = "router", type(router)
+        decider.decide_at_router()
+        stock = type(router)
         router.__class__ = ruled(stock)  # type: ignore[arg-type]
-        vars(router).update(ace_layer=layer, ace_kind=kind)
+        vars(router).update(ace_decider=decider, ace_kind=kind)
 
         def give_back(router: nn.Module) -> None:
             router.__class__ = stock
-            for name in ("ace_layer", "ace_kind"):
+            for name in ("ace_decider", "ace_kind"):
                 vars(router).pop(name, None)
 
         self._later(router, give_back)
@@ -178,46 +158,44 @@ class Attachment:
         where, stack = stack_of(model, path)
         if where not in self.passes:
             cached = "past_key_values" in _parameters(stack)
-            made = self.passes[where] = Pass(self.runtime, cached)
+            made = self.passes[where] = Pass(self.deciders, cached)
             setattr(stack, PASS, made)
             before = stack.register_forward_pre_hook(_begin, with_kwargs=True, prepend=True)
             after = stack.register_forward_hook(_end, always_call=True)
             self._later(stack, lambda m: [m.__dict__.pop(PASS, None), *(h.remove() for h in (before, after))])  # type: ignore[func-returns-value]
-            self._later(stack, lambda m: made.again.remove())
         return self.passes[where]
 
     def _tell(self, model: PreTrainedModel) -> None:
         """Have `generate` and continuous batching say where prompts end; compiled calls are made again with a plan in them."""
         listen()
         if hasattr(type(model), "generate") and "generate" not in vars(model):
-            told = vars(model)["generate"] = Told(model, list(self.passes.values()))
+            told = vars(model)["generate"] = GenerateHook(model, list(self.passes.values()))
             self._later(model, lambda m: m.__dict__.get("generate") is told and m.__dict__.pop("generate"))
         vars(model).pop("_compiled_call", None)
         self._later(model, lambda m: m.__dict__.pop("_compiled_call", None))
 
     @contextmanager
-    def told(self, **facts: Any) -> Iterator[None]:
-        """Inside, this is known of every pass; see `Telling`."""
-        before = [p.telling for p in self.passes.values()]
+    def with_context(self, **facts: Any) -> Iterator[None]:
+        """Run passes with these facts known of them; see `PassContext`."""
+        before = [p.context for p in self.passes.values()]
         for one in self.passes.values():
-            one.tell(one.telling._replace(**facts))
+            one.set_context(one.context._replace(**facts))
         try:
             yield
         finally:
-            for one, telling in zip(self.passes.values(), before, strict=True):
-                one.tell(telling)
+            for one, context in zip(self.passes.values(), before, strict=True):
+                one.set_context(context)
 
     def phase(self, phase: str) -> AbstractContextManager[None]:
         """Inside, every token of a pass is of this phase, for callers that know."""
-        return self.told(row=row_of(phase))  # type: ignore[arg-type]
+        return self.with_context(row=row_of(phase))  # type: ignore[arg-type]
 
     @contextmanager
     def out(self, implementation: str) -> Iterator[None]:
         """Inside, the model runs as without a plan, its experts by transformers' own implementation of this name: graphs that
         were recorded with the plan stay good, so that both can be timed in turn."""
         model, undo = self.model(), list[Callable[[], object]]()
-        for owner in (layer.owner() for layer in self.runtime.layers.values()):
-            assert owner is not None
+        for owner in self.experts():
             undo.append(partial(owner.add_module, CHILD, owner._modules.pop(CHILD)))
             if hasattr(owner, SENTINELS):
                 undo.append(partial(setattr, owner, SENTINELS, getattr(owner, SENTINELS)))
@@ -235,20 +213,24 @@ class Attachment:
     def unruled(self, implementation: str = UNRULED) -> Iterator[None]:
         """Inside, our executors run the router's own slots: what the rule itself costs."""
         undo: list[Callable[[], object]] = []
-        for layer in self.runtime.layers.values():
-            view = getattr(layer.owner(), "config", None)
+        for owner in self.experts():
+            view = getattr(owner, "config", None)
             if isinstance(view, ConfigView):
                 view._experts_implementation = implementation
                 undo.append(partial(setattr, view, "_experts_implementation", IMPLEMENTATION))
         model = self.model()
         for router in model.modules() if model is not None else ():
-            if (held := vars(router).pop("ace_layer", None)) is not None:
-                undo.append(partial(vars(router).update, ace_layer=held))
+            if (held := vars(router).pop("ace_decider", None)) is not None:
+                undo.append(partial(vars(router).update, ace_decider=held))
         try:
             yield
         finally:
             for step in undo:
                 step()
+
+    def experts(self) -> list[nn.Module]:
+        """The experts modules, in the order of their layers."""
+        return [module for one in self._experts.values() if (module := one()) is not None]
 
     @property
     def active(self) -> bool:
@@ -284,3 +266,19 @@ def _end(module: nn.Module, *_: Any) -> None:
 
 def _parameters(module: nn.Module) -> Mapping[str, Any]:
     return inspect.signature(module.forward).parameters
+
+
+# ---- whose plan is it -----------------------------------------------------------------------------------------------
+
+
+def attached_to(model: nn.Module) -> Attachment | None:
+    """The attachment a model has."""
+    return getattr(model, MINE, None)
+
+
+def attachments_in(model: Any) -> list[Attachment]:
+    """Those whose parts are in a model: attached to itself, to what it is a part of, to a part of it, or inside a wrapper."""
+    if not isinstance(model, nn.Module):
+        base_of(model)  # says what a model is
+    held = (vars(m).get(HOLDER) for m in model.modules() if isinstance(m, Decider))
+    return list(dict.fromkeys(a for a in held if a is not None))

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from transformers.integrations.finegrained_fp8 import FP8ExpertsInterface, fp8_grouped_mm_experts_forward
 from transformers.integrations.moe import ExpertsInterface, grouped_mm_experts_forward
 
-from ... import rule
 from ...checkpoint.structure import is_registered
 from ...decider.executors import Chosen, Offer, choose, compact
 from ...kernels import foreign, without_triton
@@ -41,22 +40,13 @@ class Hosted(NamedTuple):
 
 def _implementation(stock: Stock, ruled: bool = True) -> Stock:
     def forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        layer = getattr(self, CHILD, None)
-        if layer is None:
+        decider = getattr(self, CHILD, None)
+        if decider is None:
             return stock(self, hidden_states, top_k_index, top_k_weights)
         ids, gates = top_k_index, top_k_weights
-        if ruled and layer.at == "experts":
-            ids, gates = layer.decide(ids, gates, hidden_states)
-        executor = layer.chosen.executor
-        if layer.learning and executor.name == Kernels.name and HOST not in vars(self):
-            executor = WHOLE
-        if layer.mean is None or executor.name == Kernels.name:  # the kernels add it themselves
-            found = executor(stock, self, hidden_states, ids, gates)
-            return rule.align(found, (ids == layer.mark).any(-1), layer.statistics) if layer.aligned else found
-        added = rule.stand_in(ids, gates, layer.mean)
-        ids, gates = torch.where(ids < 0, layer.mark, ids), torch.where(ids < 0, 0.0, gates)
-        found = executor(stock, self, hidden_states, ids, gates)
-        return (found.float() + added).to(found.dtype)
+        if ruled and decider.place == "experts":
+            ids, gates = decider.decide(ids, gates, hidden_states)
+        return decider.chosen.executor(stock, self, hidden_states, ids, gates)
 
     return forward
 
@@ -103,7 +93,7 @@ class Kernels:
             hidden, ids, gates, module.gate_up_proj if gated else module.up_proj, module.down_proj,
             getattr(module, "gate_up_proj_bias" if gated else "up_proj_bias", None),
             getattr(module, "down_proj_bias", None), gated, layout.interleaved, layout.transposed,
-            *layout.activation, **self._factors(module), **self._copies(module), mean=getattr(module, CHILD).mean,
+            *layout.activation, **self._factors(module), **self._copies(module),
         )  # fmt: skip
 
     def _factors(self, module: nn.Module) -> dict[str, Any]:
@@ -118,9 +108,6 @@ class Kernels:
         """Experts beside the GPU, where the weights are in host memory."""
         near = vars(module)[HOST].near if HOST in vars(module) else None
         return {} if near is None else {"near_row": near.row, "near_in": near.w_in, "near_out": near.w_out}
-
-
-WHOLE = Whole()
 
 
 def choose_executor(module: nn.Module, device: torch.device, dispatch: Choice, path: str) -> Chosen:

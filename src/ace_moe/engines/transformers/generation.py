@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from .passes import PROMPTS, Pass
 
 
-class Told:
+class GenerateHook:
     """`model.generate` of an attached model: notes where the prompt ends and where it starts, then is the model's own.
 
     Neither a model's input preparation nor its prefill is enough: assisted decoding begins with a pass of the prompt and
@@ -32,22 +32,22 @@ class Told:
         model = self.model()
         assert model is not None
         # a model that drafts for itself keeps the outer prompt
-        inside = any(p.telling.prompt is not None for p in self.passes)
+        inside = any(p.context.prompt is not None for p in self.passes)
         prompt, start = (None, None) if inside else prompt_of(model, args, kwargs)
         if prompt is None:
             return type(model).generate(model, *args, **kwargs)
         drafts = bool(getattr(kwargs.get("generation_config"), "is_assistant", False))
         if drafts:
             prompt = self._first(prompt, kwargs)
-        before = [one.telling for one in self.passes]
+        before = [one.context for one in self.passes]
         try:
             for one in self.passes:
                 end = torch.tensor(prompt, device=model.device)
-                one.tell(one.telling._replace(prompt=end, start=start, drafts=drafts))
+                one.set_context(one.context._replace(prompt=end, start=start, drafts=drafts))
             return type(model).generate(model, *args, **kwargs)
         finally:
             for one, told in zip(self.passes, before, strict=True):
-                one.tell(told)
+                one.set_context(told)
 
     def _first(self, prompt: int | None, kwargs: dict[str, Any]) -> int | None:
         """A draft model is called again and again for one text, with more of it each time: its prompt is the first call's."""

@@ -15,12 +15,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ...checkpoint.structure import is_registered
-from ...decider import Layer
-from ...decider.layer import Observer
+from ...decider.decider import Observer
 from ...errors import IntegrationError, OptionError
 from ...policies import Routing
+from .attachment import attached_to
 from .experts import CHILD, HOST, Hosted, layout_of
-from .models import attached_to
 
 PAGE = 4096
 
@@ -69,9 +68,10 @@ def settle(model: PreTrainedModel, run: Callable[[], object]) -> None:
     found, used = attached_to(model), dict[nn.Module, Tensor]()
     if found is None:
         raise IntegrationError("Attach a plan first: it is what sees which experts are used.")
-    ends = [layer.watch(_counting(layer, used)) for layer in found.runtime.layers.values()]
+    pairs = zip(found.experts(), found.deciders.values(), strict=True)
+    ends = [decider.observe(_counting(module, decider.experts, used)) for module, decider in pairs]
     try:
-        with found.runtime.uncounted():
+        with found.deciders.uncounted():
             run()
     finally:
         for end in ends:
@@ -83,12 +83,9 @@ def settle(model: PreTrainedModel, run: Callable[[], object]) -> None:
 # ---- parts ----------------------------------------------------------------------------------------------------------
 
 
-def _counting(layer: Layer, used: dict[nn.Module, Tensor]) -> Observer:
-    module = layer.owner()
-    assert module is not None
-
+def _counting(module: nn.Module, experts: int, used: dict[nn.Module, Tensor]) -> Observer:
     def observer(routing: Routing, *_: Any) -> None:
-        seen = torch.bincount(routing.ids.flatten(), minlength=layer.experts)
+        seen = torch.bincount(routing.ids.flatten(), minlength=experts)
         used[module] = used[module] + seen if module in used else seen
 
     return observer
@@ -129,20 +126,20 @@ def _reachable(weight: Tensor, device: torch.device, module: nn.Module) -> Tenso
         return weight.detach()
     raw = torch.empty(weight.nbytes + 2 * PAGE, dtype=torch.uint8)
     start, size = -raw.data_ptr() % PAGE, -(-weight.nbytes // PAGE) * PAGE
-    address, runtime = raw.data_ptr() + start, torch.cuda.cudart()
-    failed = int(runtime.cudaHostRegister(address, size, 0))
+    address, cuda = raw.data_ptr() + start, torch.cuda.cudart()
+    failed = int(cuda.cudaHostRegister(address, size, 0))
     if failed:
         raise IntegrationError(
             f"The driver could not pin {size / 2**30:.1f} GiB of host memory (error {failed}); there may be too little of it."
         )
-    weakref.finalize(module, _release, runtime, raw, address)
+    weakref.finalize(module, _release, cuda, raw, address)
     made = raw[start : start + weight.nbytes].view(weight.dtype).view(weight.shape)
     return made.copy_(weight.detach())
 
 
-def _release(runtime: Any, raw: Tensor, address: int) -> None:
+def _release(cuda: Any, raw: Tensor, address: int) -> None:
     """Before the memory goes back: a page that is free and pinned cannot be pinned again."""
-    runtime.cudaHostUnregister(address)
+    cuda.cudaHostUnregister(address)
 
 
 def _move_others(model: nn.Module, device: torch.device) -> None:

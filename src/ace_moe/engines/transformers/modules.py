@@ -1,4 +1,4 @@
-"""What is asked of a model's own modules before a plan touches them, and a router that the rule stands behind."""
+"""What is asked of a model and its modules before a plan touches them, and a router that the rule stands behind."""
 
 from __future__ import annotations
 
@@ -8,27 +8,53 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from ...checkpoint import Site
-from ...checkpoint.structure import is_registered
 from ...errors import IntegrationError
 from .experts import CHILD, HOST
 
 
+def base_of(model: Any) -> PreTrainedModel:
+    """The transformers model inside what a user hands over, or an error that says what to do."""
+    if isinstance(model, torch._dynamo.OptimizedModule) or getattr(model, "_compiled_call_impl", None) is not None:
+        raise IntegrationError(
+            "This model is compiled already, and its code would not see a plan. Attach first, then compile."
+        )
+    if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+        raise IntegrationError(
+            f"Attach the plan to the model inside {type(model).__name__} (`model.module`), one per process."
+        )
+    if hasattr(model, "peft_config") and hasattr(model, "get_base_model"):
+        model = model.get_base_model()
+    if not isinstance(model, PreTrainedModel):
+        raise IntegrationError(
+            f"A plan is attached to a loaded transformers model, not to {type(model).__name__}. Load it first, for example "
+            "with AutoModelForCausalLM.from_pretrained."
+        )
+    part = next((name for name, m in model.named_modules() if isinstance(m, torch._dynamo.OptimizedModule)), None)
+    if part is not None:
+        raise IntegrationError(
+            f"{part} is compiled already, and its weights go by other names. Attach first, then compile, or compile it in place "
+            "(`.compile()`)."
+        )
+    return model
+
+
 @cache
 def ruled(stock: type) -> type:
-    """A router's own class with the rule behind its top-k. Without a layer, as in a copy of the model, it is the stock one."""
+    """A router's own class with the rule behind its top-k. Without a decider, as in a copy of the model, it is the stock one."""
 
     def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        layer = getattr(self, "ace_layer", None)
-        if layer is None:
+        decider = getattr(self, "ace_decider", None)
+        if decider is None:
             return stock.forward(self, hidden_states, *args, **kwargs)  # type: ignore[attr-defined]
-        if layer.observers or layer.learning:
+        if decider.observers:
             logits, gates, ids = stock.forward(self, hidden_states, *args, **kwargs)  # type: ignore[attr-defined]
-            ids, gates = layer.decide(ids, gates)
+            ids, gates = decider.decide(ids, gates)
             return logits, gates, ids
         logits = F.linear(hidden_states.reshape(-1, hidden_states.shape[-1]), self.weight)
-        ids, gates = layer.route(logits, self.ace_kind, logits.dtype)
+        ids, gates = decider.route(logits, self.ace_kind, logits.dtype)
         return logits, gates, ids
 
     return type(f"Ruled{stock.__name__}", (stock,), {"forward": forward, "__module__": __name__})
@@ -45,13 +71,6 @@ def stack_of(model: nn.Module, path: str) -> tuple[str, nn.Module]:
     return "", model
 
 
-def block_of(model: nn.Module, path: str) -> nn.Module | None:
-    """The decoder layer that holds an experts module; none where there is no list of layers."""
-    where, stack = stack_of(model, path)
-    below = path.removeprefix(where).removeprefix(".").split(".")[:2]
-    return stack.get_submodule(".".join(below)) if isinstance(stack.get_submodule(below[0]), nn.ModuleList) else None
-
-
 def device_of(module: nn.Module) -> torch.device:
     """Where a module runs: its weights may be parked elsewhere."""
     if HOST in vars(module):
@@ -63,14 +82,14 @@ def device_of(module: nn.Module) -> torch.device:
     return torch.device(parked if not isinstance(parked, int) else f"cuda:{parked}")
 
 
-def refuse_repair(model: nn.Module, module: nn.Module) -> None:
-    """What mends a skipped sum is added once, behind experts that we run."""
-    own = "" if is_registered(module) else f"{type(module).__name__} is outside transformers' experts registry"
-    spread = "every rank of a tensor-parallel model would add it" if (getattr(model, "_tp_size", None) or 1) > 1 else ""
-    if own or spread:
-        raise IntegrationError(
-            f"Skipped sums cannot be repaired here: {own or spread}. Leave `compensate` out, or name another --policy."
-        )
+def run_experts(experts: nn.Module, hidden: Tensor, ids: Tensor, gates: Tensor) -> Tensor:
+    """The experts as they are, also while a plan is attached: without its part nothing decides these slots again."""
+    part = experts._modules.pop(CHILD, None)
+    try:
+        return experts.forward(hidden, ids, gates)  # forward: hooks look at the model's own calls
+    finally:
+        if part is not None:
+            experts.add_module(CHILD, part)
 
 
 def refuse_adapters(model: nn.Module, site: Site) -> None:

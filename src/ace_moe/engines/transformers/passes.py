@@ -8,23 +8,24 @@ and there an empty cache means a prompt and one token on a filled one a generate
 from __future__ import annotations
 
 import inspect
+import sys
 import threading
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from ...decider.layer import refuse_pickling
+from ...decider.decider import refuse_pickling
 from ...decider.rows import PADDING, PHASES, Same, row_of
 from ...errors import IntegrationError
-from .again import Again
-from .turns import Turns
 
 PREFILL, DECODE, VERIFY = (row_of(phase) for phase in ("prefill", "decode", "verify"))
+CALL = nn.Module._call_impl.__code__
 PROMPTS = "ace_prompt_lengths"  # where a paged cache carries the prompt lengths of its requests
 
 
-class Telling(NamedTuple):
+class PassContext(NamedTuple):
     """What a caller knows of the passes it makes: where its prompt ends, each sequence's first real token, or all of it."""
 
     prompt: Tensor | None = None  # []
@@ -34,25 +35,26 @@ class Telling(NamedTuple):
     drafts: bool = False  # the model drafts for another one: what it reads was written, and is nothing it has to verify
 
 
-NOTHING = Telling()
+NOTHING = PassContext()
 
 
 class Pass:
-    """One stack's running pass. Two threads take turns: the second waits until the first one's pass has ended."""
+    """One stack's running pass, which is one thread's: another thread that begins a pass meanwhile is refused."""
 
-    generating = True  # experts a prompt reads are counted where they were asked for
+    counting = generating = True  # experts a prompt reads are counted where they were asked for
 
-    def __init__(self, runtime: Any, cached: bool):
-        self.runtime, self.cached = runtime, cached  # whether the stack takes a cache: an encoder does not
-        self.counting = True
-        self._told: dict[int, Telling] = {}  # by thread: two may generate at a time
+    def __init__(self, deciders: Any, cached: bool):
+        self.deciders, self.cached = deciders, cached  # whether the stack takes a cache: an encoder does not
+        self._contexts: dict[int, PassContext] = {}  # by thread: two may generate at a time
         self._latest = NOTHING  # what a compiled call reads, which does not know its thread
         self._rows: Tensor | None = None  # [T] of the running pass
         self._row: int | None = PREFILL  # the one row of all its tokens, where it is known
         self._length = 0
         self._kept = 0  # tokens of each sequence, where the last layers may get those alone whose logits are asked for
         self._same = {row: Same(row) for row in (PREFILL, DECODE, VERIFY)}
-        self._turns, self.again = Turns(), Again(self)
+        self._running: dict[
+            str, int
+        ] = {}  # the thread of the running pass; of an interrupted one until the next begins
 
     def __deepcopy__(self, memo: Any) -> None:
         """A copy of an attached model is a model without a plan."""
@@ -60,14 +62,14 @@ class Pass:
     __reduce_ex__ = refuse_pickling
 
     @property
-    def telling(self) -> Telling:
+    def context(self) -> PassContext:
         """What the caller in this thread has told."""
-        return self._told.get(threading.get_ident(), NOTHING)
+        return self._contexts.get(threading.get_ident(), NOTHING)
 
-    def tell(self, telling: Telling) -> None:
-        self._told[threading.get_ident()] = self._latest = telling
-        if telling is NOTHING:
-            del self._told[threading.get_ident()]
+    def set_context(self, context: PassContext) -> None:
+        self._contexts[threading.get_ident()] = self._latest = context
+        if context is NOTHING:
+            del self._contexts[threading.get_ident()]
 
     # ---- what layers ask ----------------------------------------------------------------------------------------
 
@@ -85,10 +87,6 @@ class Pass:
             )
         return self._same[self._row].rows(tokens, device)
 
-    def length(self, tokens: int) -> int:
-        """Tokens of one sequence where `tokens` are whole sequences of this pass, else 0."""
-        return self._length if self._length and tokens % self._length == 0 else 0
-
     # ---- hooks --------------------------------------------------------------------------------------------------
 
     def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -97,80 +95,77 @@ class Pass:
             raise IntegrationError(
                 "A plan cannot work in replicas of nn.DataParallel, which share its counters. Use one process for each GPU."
             )
+        inputs = _named(module, args, kwargs)
+        refuse_gradients(module, inputs)
         if not torch.compiler.is_compiling():
-            self._turns.take(module)
-            self.again.begin(module)
+            self._claim(module)
         try:
-            self._look(_named(module, args, kwargs))
+            self._look(inputs)
         except BaseException:
             self.end()
             raise
 
     def end(self, *_: Any) -> None:
-        """After a pass, also one that failed. With gradients on, a backward pass may run layers again: as before, uncounted."""
-        self.runtime.after_step()
-        again = torch.is_grad_enabled()
-        self.counting = not again
-        if not again:
-            self._rows, self._row, self._length, self._kept = None, PREFILL, 0, 0
-        if not torch.compiler.is_compiling():
-            self._turns.leave()
+        """After a pass, also one that failed; one that was refused leaves the other thread's alone."""
+        owner = None if torch.compiler.is_compiling() else self._running.get("thread")
+        if owner is not None and owner != threading.get_ident():
+            return
+        self._rows, self._row, self._length, self._kept = None, PREFILL, 0, 0
+        self.deciders.after_step()
+        if owner is not None:
+            self._running.pop("thread", None)
 
-    @property
-    def running(self) -> bool:
-        """Whether this thread is in a pass: a layer that runs outside of one runs again."""
-        return self._turns.mine
-
-    @property
-    def facts(self) -> tuple[Any, ...]:
-        """What the running pass is, for layers that will run again."""
-        return self._rows, self._row, self._length, self._kept
-
-    def recall(self, facts: tuple[Any, ...]) -> None:
-        """A backward pass runs a layer of an earlier pass again: as it was, uncounted."""
-        self._rows, self._row, self._length, self._kept = facts
-        self.counting = False
+    def _claim(self, module: nn.Module) -> None:
+        """Make the pass this thread's. Ctrl-C runs no hook behind a pass, so who comes next looks whether it is over."""
+        me = threading.get_ident()
+        owner = self._running.setdefault("thread", me)  # in one step: two threads cannot both find nobody
+        if owner != me and inside(module, owner):
+            raise IntegrationError(
+                "Another thread is in a pass of this model, and an attached plan follows one pass at a time. Run passes one "
+                "after the other (with a lock of your own), or give each thread a copy of the model and a plan on it."
+            )
+        self._running["thread"] = me
 
     # ---- rows ---------------------------------------------------------------------------------------------------
 
     def _look(self, inputs: dict[str, Any]) -> None:
-        self.counting, self._rows, self._row = True, None, None
+        self._rows, self._row = None, None
         given = next((x for n in ("input_ids", "inputs_embeds") if (x := inputs.get(n)) is not None), None)
         if given is None:
-            self._row, self._length, self.runtime.padding_known = PREFILL, 0, False
+            self._row, self._length, self.deciders.padding_known = PREFILL, 0, False
             return
         batch, self._length = given.shape[:2]
         asked = inputs.get("logits_to_keep")
         self._kept = asked if isinstance(asked, int) and asked < self._length else 0
-        telling = self._latest if torch.compiler.is_compiling() else self.telling
-        if telling.row is not None:
-            self._all(telling.row, given)
+        context = self._latest if torch.compiler.is_compiling() else self.context
+        if context.row is not None:
+            self._all(context.row, given)
         elif inputs.get("cu_seq_lens_q") is not None:
             self._length = 0
             prompts = getattr(inputs.get("cache"), PROMPTS, None)
             self._rows = packed(inputs["cu_seq_lens_q"], inputs.get("position_ids"), given, prompts)
         else:
-            self._by_index(inputs, given, batch, telling)
-        if telling.budgets is not None:
-            self._own_budgets(telling.budgets, given)
+            self._by_index(inputs, given, batch, context)
+        if context.budgets is not None:
+            self._own_budgets(context.budgets, given)
 
-    def _by_index(self, inputs: dict[str, Any], given: Tensor, batch: int, telling: Telling) -> None:
+    def _by_index(self, inputs: dict[str, Any], given: Tensor, batch: int, context: PassContext) -> None:
         cache = inputs.get("past_key_values") if self.cached else None
         mask = inputs.get("attention_mask")
         mask = mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
-        if telling.prompt is None or not self.cached:
+        if context.prompt is None or not self.cached:
             row = by_hand(cache, self._length)
             if mask is not None:
                 return self._masked(mask, torch.full_like(mask[:, -self._length :], row, dtype=torch.int8))
-            self.runtime.padding_known = False
+            self.deciders.padding_known = False
             return self._all(row, given)
         index = torch.arange(self._length, device=given.device) + _cached(cache)
-        verifies = cache is not None and not telling.drafts
-        rows = placed(index, telling.prompt.to(given.device), verifies).expand(batch, -1)
+        verifies = cache is not None and not context.drafts
+        rows = placed(index, context.prompt.to(given.device), verifies).expand(batch, -1)
         if mask is not None:
             return self._masked(mask, rows)
-        if telling.start is not None and batch % len(telling.start) == 0:
-            start = telling.start.to(given.device).repeat_interleave(batch // len(telling.start))
+        if context.start is not None and batch % len(context.start) == 0:
+            start = context.start.to(given.device).repeat_interleave(batch // len(context.start))
             rows = torch.where(index < start.unsqueeze(-1), PADDING, rows)
         self._rows = rows.to(torch.int8).reshape(-1)
 
@@ -197,6 +192,27 @@ class Pass:
         if real.shape == rows.shape:
             rows = torch.where(real, rows, PADDING)
         self._rows, self._row = rows.to(torch.int8).reshape(-1), None
+
+
+def inside(module: nn.Module, thread: int) -> bool:
+    """Whether a thread is inside a call of this module."""
+    frame: FrameType | None = sys._current_frames().get(thread)
+    while frame is not None:
+        if frame.f_code is CALL and frame.f_locals.get("self") is module:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def refuse_gradients(module: nn.Module, inputs: dict[str, Any]) -> None:
+    """Refuse a pass of a model that learns; one in evaluation mode runs whether torch records gradients or not."""
+    if not (module.training and torch.is_grad_enabled()):
+        return
+    if any(isinstance(t, Tensor) and t.requires_grad for t in (*module.parameters(), *inputs.values())):
+        raise IntegrationError(
+            "A plan skips experts where a model runs, not where it learns: this pass of a model in training mode records "
+            "gradients. Detach the plan to train (`ace.detach()`); to evaluate, call `model.eval()` or use `torch.no_grad()`."
+        )
 
 
 def by_hand(cache: Any, length: int) -> int:

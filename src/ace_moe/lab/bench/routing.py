@@ -1,4 +1,4 @@
-"""What a benchmark's routing looks like: latency depends on how many distinct experts a layer must read.
+"""The routing of a benchmark: latency depends on how many distinct experts a layer must read.
 
 Random weights can route in ways no trained model does. A run says how wide its router logits spread, how its gates are
 shared out and how many experts its tokens need, and is not valid where that is more than 5 % away from what was asked for.
@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from ...ace import ACE
 from ...checkpoint.model import MoEModel
 from ...policies import Decision, Routing
-from ...policies.calibration import router_logits
+from ..policies.calls import router_logits
 from .routers import uniform_union
 
 TOLERANCE = 0.05
@@ -41,7 +41,7 @@ class Routed:
 
 
 class _Seen:
-    """What the layers of one pass over [B, S] tokens decided; of the last `steps` tokens of each row, each a step."""
+    """Decisions of the layers in one pass over [B, S] tokens; of the last `steps` tokens of each row, each a step."""
 
     def __init__(self, shape: tuple[int, int], steps: int | None, experts: int):
         self.shape, self.steps, self.experts = shape, steps, experts
@@ -71,10 +71,10 @@ def observe(
     model: PreTrainedModel, ace: ACE, ids: Tensor, steps: int | None = None, expected: Expected | None = None
 ) -> Routed:
     """Routing of one pass over ids [B, S] with the attached plan; with `steps` of the last ones alone, step by step."""
-    experts, batch = next(iter(ace.runtime.layers.values())).mark, len(ids)
+    experts, batch = next(iter(ace.deciders.values())).experts, len(ids)
     seen = _Seen((batch, ids.shape[1]), steps, experts)
     paths = {site.router_path for site in MoEModel.of(model).sites} - {None}
-    with ace.runtime.observed(lambda key: seen.decided), ExitStack() as hooks:
+    with ace.deciders.observed(lambda key: seen.decided), ExitStack() as hooks:
         for path in paths:
             hooks.enter_context(model.get_submodule(str(path)).register_forward_hook(seen.routed))
         model(input_ids=ids, use_cache=False, logits_to_keep=1)

@@ -8,8 +8,9 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from ...checkpoint.loading import load_windows
-from ...mapping.recipe import CALIBRATED_ON, calibration_part
 from ...text import Windows
+from ..policies import calibration_part
+from ..policies.calibration import CALIBRATED_ON
 
 
 def calibration_windows(

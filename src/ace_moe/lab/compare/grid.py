@@ -1,4 +1,4 @@
-"""What a comparison compares: methods × budgets × gains, as typed and as policies."""
+"""The grid of a comparison: methods × budgets × gains, as typed and as policies."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from typing import Any, NamedTuple
 
 from ...errors import OptionError
 from ...plan import Plan, typed
-from ...policies import POLICIES, PRESETS, Policy, find, make
+from ...policies import POLICIES, PRESETS, Policy, make
 from ...policies import parse as parse_method
-from ...policies.base import ALIGNED
 from ...rule import GAINS
+from ...tables import TABLES
+from ..policies import LAB_POLICIES, calibrated
+from .verdict import CITED
 
-CITED = "cited"  # each method with the gain of its own paper
 FIRST = ("fixed", "share", "share:squared=true", "top_p:squared=true", "ace", "paper")  # where none are named
 SMALLEST_STEP = 0.2  # under it one slot of a token is all there is to skip
 
@@ -28,7 +29,7 @@ class Key(NamedTuple):
 
 @dataclass(frozen=True)
 class Grid:
-    """What is compared. `safeguards` are settings every policy gets beside its gain; `steps` the ratios that a method which
+    """Cells to measure. `safeguards` are settings every policy gets beside its gain; `steps` the ratios that a method which
     knows steps of 1/k alone is measured at, and the others too, so that pairs skip equally."""
 
     methods: tuple[str, ...]
@@ -51,13 +52,13 @@ class Grid:
         return self.gains if own is None else (CITED,) if CITED in self.gains else (str(own),)
 
     def budgets_of(self, method: str) -> tuple[float, ...]:
-        if self.steps and class_of(method).stepwise:
+        if self.steps and made(method).stepwise:
             return self.steps
         return tuple(sorted({*self.budgets, *self.steps}))
 
     def stepped(self, top_k: int) -> Grid:
-        """With the steps of 1/k, where a method is compared that knows no others."""
-        if not any(class_of(method).stepwise for method in self.methods):
+        """Add the steps of 1/k, where a method is compared that knows no others."""
+        if not any(made(method).stepwise for method in self.methods):
             return self
         steps = tuple(n / top_k for n in range(1, top_k) if SMALLEST_STEP <= n / top_k <= max(self.budgets))
         return replace(self, steps=steps)
@@ -67,15 +68,19 @@ class Grid:
         gains = {} if gain == CITED or parse_method(method)[0] in PRESETS else {"gain": gain}
         return made(method, **self.safeguards, **gains)
 
+    def servable(self) -> dict[str, str]:
+        """Methods that every engine serves without a text of their own, and how each is asked for: policy or preset."""
+        policies = {method: made(method) for method in self.methods}
+        return {
+            method: "preset" if parse_method(method)[0] in PRESETS else "policy"
+            for method, policy in policies.items()
+            if policy.by_token and set(policy.needs) <= set(TABLES)
+        }
+
     @property
     def calibrated(self) -> bool:
-        """Whether any of the methods needs a text."""
-        return ALIGNED in self.gains or any(class_of(method).calibrated for method in self.methods)
-
-
-def class_of(method: str) -> type[Policy]:
-    name, _ = parse_method(method)
-    return type(PRESETS[name]) if name in PRESETS else find(name)
+        """True if any of the methods needs a text."""
+        return any(calibrated(made(method)) for method in self.methods)
 
 
 def made(method: str, **settings: Any) -> Policy:
@@ -85,7 +90,7 @@ def made(method: str, **settings: Any) -> Policy:
 
 
 def first_methods(plan: Plan) -> tuple[str, ...]:
-    """What is compared where nothing is named: the rivals everybody asks about, and what the plan recommends."""
+    """Methods to compare where none is named: the rivals everybody asks about, and the one the plan recommends."""
     recommended = (plan.recommendation or {}).get("settings")
     return FIRST if recommended is None else tuple(dict.fromkeys((*FIRST, written(recommended))))
 
@@ -99,9 +104,9 @@ def written(settings: Mapping[str, Any]) -> str:
 def parse_methods(text: str) -> tuple[str, ...]:
     """ "all", or names of policies with settings after colons: "share,ace:fusion=min"."""
     named = tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
-    methods = tuple(POLICIES) if named == ("all",) else named
+    methods = (*POLICIES, *LAB_POLICIES) if named == ("all",) else named
     if not methods:
-        raise OptionError(f"No method was named. Choose all, or some of: {', '.join(POLICIES)}.")
+        raise OptionError(f"No method was named. Choose all, or some of: {', '.join((*POLICIES, *LAB_POLICIES))}.")
     for method in methods:
         made(method)
     return methods
@@ -109,8 +114,7 @@ def parse_methods(text: str) -> tuple[str, ...]:
 
 def parse_gains(text: str) -> tuple[str, ...]:
     gains = tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
-    wrong = [gain for gain in gains if gain not in (*GAINS, ALIGNED, CITED)]
+    wrong = [gain for gain in gains if gain not in (*GAINS, CITED)]
     if wrong or not gains:
-        known = ", ".join((*GAINS, ALIGNED))
-        raise OptionError(f"gains are some of {known} and {CITED} (each method's own), not {text!r}.")
+        raise OptionError(f"gains are some of {', '.join(GAINS)} and {CITED} (each method's own), not {text!r}.")
     return gains

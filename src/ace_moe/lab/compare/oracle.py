@@ -16,9 +16,9 @@ from ...checkpoint import MoEModel
 from ...mapping.passes import read_through
 from ...plan import Plan
 from ...policies import Tables
-from ...policies.calibration import answers
 from ...scoring.statistics import pearson, spearman
 from ...text import Windows
+from ..policies.calls import answers
 
 Seen = dict[str, list[tuple[Tensor, Tensor]]]
 

@@ -1,4 +1,4 @@
-"""What a policy would do on a trace: slots run and experts read, computed from ids and gates alone. No weights are needed.
+"""A policy simulated on a trace: slots run and experts read, computed from ids and gates alone. No weights are needed.
 
 A trace was taken under some budget; the states of a model that skips more differ a little, which a simulation cannot see.
 """
@@ -12,15 +12,15 @@ from torch import Tensor
 
 from ... import rule
 from ...budget import check_budget
-from ...decider import Runtime
+from ...decider import Deciders
 from ...decider.rows import PHASES
-from ...decider.settings import check_tables
 from ...engines.traces.record import Trace
 from ...errors import OptionError, PolicyError, TraceError, out_of_reach
 from ...mapping.fit import Histogram
 from ...plan import Plan
 from ...policies import Policy, Routing, TokenPolicy
-from ...policies.batch import marked
+from ...tables.check import check_tables
+from ..policies.batch import marked
 
 STEPS = 256  # random steps of each size
 
@@ -35,7 +35,7 @@ class Ranks:
 
 
 @dataclass(frozen=True)
-class Counted:
+class StepCounts:
     """Means over steps and layers. `slots` and `restored` are parts of the routed slots that run, without and with restore;
     `asked` and `reads` are experts a layer reads, unskipped and skipped: restore adds none."""
 
@@ -87,12 +87,12 @@ class Simulation:
         requests = self.trace.requests[at]
         return at[requests.argsort(stable=True)], requests.unique(return_counts=True)[1]
 
-    def count(self, threshold: float, steps: Tensor, ranks: int | None = None) -> Counted:
+    def count(self, threshold: float, steps: Tensor, ranks: int | None = None) -> StepCounts:
         """steps [N, B] of tokens."""
         found = [self._layer(key, threshold, steps, ranks) for key in self.trace.layers]
         slots, restored, asked, reads = torch.stack([numbers for numbers, _ in found]).mean(0).tolist()
         shares = [share for _, share in found if share is not None]
-        return Counted(slots, restored, asked, reads, _ranks(torch.stack(shares).mean(0)) if shares else None)
+        return StepCounts(slots, restored, asked, reads, _ranks(torch.stack(shares).mean(0)) if shares else None)
 
     def _layer(self, key: str, threshold: float, steps: Tensor, ranks: int | None) -> tuple[Tensor, Tensor | None]:
         """slots, restored, asked and reads of one layer, [4]; by rank [2R + 1] reads, slots and the busiest one's reads."""
@@ -124,10 +124,11 @@ def _ranks(means: Tensor) -> Ranks:
 
 def _checked(trace: Trace, policy: Policy, plan: Plan | None) -> TokenPolicy:
     """The policy, if ids, gates and tables are all it needs."""
-    if not isinstance(policy, TokenPolicy) or not policy.token_local or policy.mapping != "quantile":
-        raise PolicyError(f"Policy {policy.key!r} decides by the batch, which a trace has none of. Use a token policy.")
-    if policy.needs_logits or policy.needs_norms:
-        raise PolicyError(f"Policy {policy.key!r} needs router logits or expert outputs, which a trace does not hold.")
+    if not isinstance(policy, TokenPolicy) or not policy.by_token:
+        raise PolicyError(
+            f"Policy {policy.key!r} looks at more than a token's gates and tables, and a trace holds no more. Use a token "
+            "policy, such as share."
+        )
     if not trace.has_gates and not policy.stepwise:
         raise TraceError(
             f"These are experts without gates, which say the order of slots and no more: policy {policy.key!r} cannot be "
@@ -142,12 +143,12 @@ def _protected(trace: Trace, policy: TokenPolicy, plan: Plan | None) -> dict[str
     """Protected contributions of every slot, [T, k] by layer."""
     if plan is not None and trace.fingerprint is not None:
         plan.check_model(trace.fingerprint)
-        check_tables(plan, policy, set())
+        check_tables(plan, policy)
     if plan is None or trace.fingerprint is None:
         return {key: policy.protected(_routing(ids, gates)) for key, (ids, gates) in trace.layers.items()}
-    runtime = Runtime(plan, policy)
+    deciders = Deciders(plan, policy)
     return {
-        key: runtime.add(key, trace.experts(key), "cpu").protected(_routing(ids, gates))
+        key: deciders.add(key, experts=trace.experts(key)).protected(_routing(ids, gates))
         for key, (ids, gates) in trace.layers.items()
     }
 

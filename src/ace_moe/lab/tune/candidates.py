@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from ...budget import check_budget
-from ...decider.settings import check_tables
 from ...errors import AceError
 from ...plan import Plan
 from ...policies import Share, TokenPolicy, make
-from ...tables import TABLES
+from ...tables.check import check_tables
 
 SCORES = ("share", "share:squared=true", "top_p", "top_p:squared=true", "relative", "fixed", "gsp", "rcr", "ace")
 GAINS = ("none", "kept", "0.95", "1.05", "1.1")
 FLOORS = (2, 3)
-WITH_MEAN = ("none", "1.1")  # gains that are tried with the mean beside a candidate's own
 BASELINE = Share(gain="power")
 
 
@@ -29,19 +27,19 @@ def key_of(policy: TokenPolicy) -> str:
 
 def shape_of(policy: TokenPolicy) -> TokenPolicy:
     """The candidate without what shapes no contribution: thresholds of the dense model are the same."""
-    return replace(policy, gain="none", compensate=None)
+    return replace(policy, gain="none")
 
 
 def label(policy: TokenPolicy) -> str:
-    """ "top_p squared, power, factor branch, floor 2, mean"."""
-    changed = {n: v for n, v in policy.params.items() if v != getattr(type(policy), n) and n != "compensate"}
+    """ "top_p squared, power, factor branch, floor 2"."""
+    changed = {n: v for n, v in policy.params.items() if v != getattr(type(policy), n)}
     parts = [
         " ".join([policy.key, *(n if v is True else f"{n}={v}" for n, v in changed.items())]),
         _called(policy.gain),
     ]
     parts += [_called(policy.factor)] if policy.factor else []
     parts += [f"floor {policy.min_active}"] if policy.min_active > 1 else []
-    return ", ".join([*parts, *([policy.compensate] if policy.compensate else [])])
+    return ", ".join(parts)
 
 
 def _called(table: str) -> str:
@@ -52,7 +50,7 @@ def _called(table: str) -> str:
 def usable(plan: Plan, policy: TokenPolicy, budgets: Sequence[float]) -> bool:
     """Whether the model has the tables and the safeguards leave room."""
     try:
-        check_tables(plan, policy, set(TABLES))
+        check_tables(plan, policy)
         for budget in budgets:
             check_budget(budget, plan.top_k, policy.min_active)
     except AceError:
@@ -66,12 +64,5 @@ def scores() -> list[TokenPolicy]:
 
 
 def varied(best: Sequence[TokenPolicy], setting: str, values: Iterable[Any]) -> list[TokenPolicy]:
-    """Each of the best with each value of one setting: another gain, layer factor, floor or repair."""
+    """Each of the best with each value of one setting: another gain, layer factor or floor."""
     return [replace(policy, **{setting: value}) for policy in best for value in values]
-
-
-def means(best: Sequence[TokenPolicy]) -> Iterator[TokenPolicy]:
-    """The mean of skipped experts; what it adds, a gain need not."""
-    for policy in best:
-        for gain in dict.fromkeys([policy.gain, *WITH_MEAN]):
-            yield replace(policy, compensate="mean", gain=gain)

@@ -1,4 +1,4 @@
-"""What a text says of layers: factors that spread a budget over them, and the gain that fits each best."""
+"""Layer factors from a text: how to spread a budget over layers, and the gain that fits each best."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ... import rule
 from ...checkpoint import MoEModel
-from ...mapping.aligned import gathered
+from ...engines.transformers import attached_to
+from ...engines.transformers.modules import run_experts
 from ...mapping.passes import attached
 from ...plan import Plan
-from ...policies import TokenPolicy
+from ...policies import Decision, Routing, TokenPolicy
 from ...scoring.fidelity import compare
 from ...scoring.predictions import predict
 
@@ -65,13 +67,13 @@ def _layer(model: nn.Module, path: str) -> nn.Module:
 def sensitivity(model: PreTrainedModel, plan: Plan, policy: TokenPolicy, ids: Tensor, tau: float) -> Numbers:
     """√KL on ids [B, L] when one layer alone skips what lies under τ; a pass for each layer."""
     found: Numbers = {}
-    with attached(model, plan, policy) as runtime:
-        with runtime.aside():
+    with attached(model, plan, policy) as deciders:
+        with deciders.bypass():
             whole = predict(model, ids)
-        runtime.set(torch.full((3,), tau))
-        for key in runtime.layers:
-            for other, layer in runtime.layers.items():  # every other layer is guarded
-                layer.weighed, layer.factor[1] = True, 1.0 if other == key else torch.inf
+        deciders.set(torch.full((3,), tau))
+        for key in deciders:
+            for other, decider in deciders.items():  # every other layer is guarded
+                decider.weigh(1.0 if other == key else torch.inf)
             found[key] = max(0.0, float(compare(whole, predict(model, ids))[:, 0].sum())) ** 0.5
     return found
 
@@ -79,13 +81,36 @@ def sensitivity(model: PreTrainedModel, plan: Plan, policy: TokenPolicy, ids: Te
 # ---- the gain that fits a layer -----------------------------------------------------------------------------------------
 
 
+@torch.inference_mode()
 def fitted_gains(model: PreTrainedModel, plan: Plan, policy: TokenPolicy, ids: Sequence[Tensor], tau: float) -> Numbers:
     """c = Σ⟨y, ŷ⟩ / Σ⟨ŷ, ŷ⟩ of each layer: what brings the skipped sum ŷ closest to the whole one y, over tokens that lost a
     slot at τ, with nothing skipped before."""
+    products = {key: torch.zeros(2, dtype=torch.float64) for key in plan.tables}
 
-    def products(y: Tensor, less: Tensor) -> Tensor:
-        return torch.stack([(y * less).sum(), (less * less).sum()])
+    def add(key: str, experts: nn.Module, routing: Routing, protected: Tensor | None, decision: Decision) -> None:
+        assert protected is not None
+        y, less = _sums(plain, experts, routing, rule.kept(protected, tau))
+        products[key] += torch.stack([(y * less).sum(), (less * less).sum()]).cpu()
 
-    with attached(model, plan, replace(policy, gain="none", compensate=None)) as runtime:
-        sums = gathered(runtime, tau, lambda: [predict(model, part) for part in ids], products)
-    return {key: float(a / b) if b > 0 and a > 0 else 1.0 for key, (a, b) in sums.items()}
+    plain = replace(policy, gain="none")
+    with attached(model, plan, plain) as deciders, deciders.bypass():
+        attachment = attached_to(model)
+        assert attachment is not None
+        experts = dict(zip(deciders, attachment.experts(), strict=True))
+        with deciders.observed(lambda key: partial(add, key, experts[key])):
+            for part in ids:
+                predict(model, part)
+    return {key: float(a / b) if b > 0 and a > 0 else 1.0 for key, (a, b) in products.items()}
+
+
+def _sums(policy: TokenPolicy, experts: nn.Module, routing: Routing, keep: Tensor) -> tuple[Tensor, Tensor]:
+    """The experts' sums of tokens that lose a slot, whole and as the policy would skip and rescale, [T, d] each."""
+    lost = ~keep.all(-1)
+    assert routing.hidden is not None
+    lost = lost if routing.token_mask is None else lost & routing.token_mask
+    x, e = routing.hidden.reshape(-1, routing.hidden.shape[-1])[lost], routing.ids[lost]
+    if not len(x):  # nothing for a grouped product
+        return x.double(), x.double()
+    ways = (routing.gates, policy.skip(routing, keep).gates)
+    whole, skipped = (run_experts(experts, x, e, gates[lost]).double() for gates in ways)
+    return whole, skipped

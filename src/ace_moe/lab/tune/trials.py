@@ -19,13 +19,13 @@ from ...scoring.predictions import predict, window_nll
 from ...tables.build import add_tables
 from ...text import Windows, windows_of
 from .candidates import key_of, shape_of
-from .evidence import Part, log_kl
+from .evidence import TextPart, log_kl
 
 LOOKED_AT = 4  # windows of the dense pass that thresholds come from
 
 
 class Trials:
-    """What candidates do to a model at the budgets, window by window; the journal has what is known."""
+    """Trials of candidates at the budgets, window by window; the journal has what is known."""
 
     def __init__(
         self, model: PreTrainedModel, plan: Plan, windows: Windows, budgets: Sequence[float], journal: Journal
@@ -37,14 +37,14 @@ class Trials:
         self.task: progress.Task | None = None
 
     def has(self, tables: Iterable[str]) -> bool:
-        """Whether the model has these tables; what comes from weights is computed."""
+        """True if the model has these tables; what comes from weights is computed."""
         try:
             self.plan = add_tables(self.plan, tables, self.model)
         except StructureError:
             return False
         return True
 
-    def ranked(self, policies: Iterable[TokenPolicy], part: Part) -> list[TokenPolicy]:
+    def ranked(self, policies: Iterable[TokenPolicy], part: TextPart) -> list[TokenPolicy]:
         return sorted(policies, key=lambda p: log_kl(self.journal.rows[key_of(p)], self.budgets, part))
 
     def look(self, policies: Sequence[TokenPolicy]) -> None:
@@ -70,8 +70,8 @@ class Trials:
         if len(rows) >= count:
             return
         self.look([policy])
-        with attached(self.model, self.plan, policy, self.sites) as runtime:
-            passes = Passes(runtime, self.model, windows_of(self.windows.ids[: self.every // 2], ""))  # none held out
+        with attached(self.model, self.plan, policy, self.sites) as deciders:
+            passes = Passes(deciders, self.model, windows_of(self.windows.ids[: self.every // 2], ""))  # none held out
             while len(rows) < count:
                 rows.append(self._row(passes, len(rows), self.taus(policy)))
                 self.journal.save()
@@ -85,7 +85,7 @@ class Trials:
             passes.set(tau)
             logits = predict(self.model, ids)
             kl, agreement, _ = compare(whole, logits)[0].tolist()
-            row.append([kl, agreement, float(window_nll(logits, ids.to(logits.device))[0]), passes.runtime.realised])
+            row.append([kl, agreement, float(window_nll(logits, ids.to(logits.device))[0]), passes.deciders.realised])
         return row
 
     def _whole(self, passes: Passes, number: int, ids: torch.Tensor) -> torch.Tensor:

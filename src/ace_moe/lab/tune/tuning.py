@@ -24,13 +24,12 @@ from ...mapping.recipe import Save, map_budgets
 from ...mapping.unfinished import Journal
 from ...plan import Plan
 from ...policies import TokenPolicy
-from ...policies.base import ALIGNED, MEAN
 from ...scoring.predictions import predicts
 from ...text import Windows
 from ...version import __version__
 from . import candidates, factors
 from .candidates import BASELINE, key_of, varied
-from .evidence import Evidence, Part, log_kl, loss
+from .evidence import Evidence, TextPart, log_kl, loss
 from .trials import Trials
 
 ROUNDS = (2, 4, 6)  # windows that a stage's candidates have read after each round
@@ -62,36 +61,25 @@ def tune(
     budgets: Sequence[object],
     *,
     path: str | Path | None = None,
-    mean: bool = True,
-    aligned: bool = False,
     save: Save = lambda plan: None,
 ) -> Tuned:
     """The plan with what suits this model on this text: thresholds at the budgets, and a recommendation with its evidence.
 
-    `path`: where the plan lies; a search that is stopped goes on from a file beside it. `mean`: whether the mean of skipped
-    experts is tried, which engines other than transformers cannot run. `aligned`: likewise whether skipped sums are aligned;
-    that choice holds at the budgets alone.
+    `path`: where the plan lies; a search that is stopped goes on from a file beside it.
     """
     wanted = sorted({check_budget(b, plan.top_k) for b in budgets} - {0.0})
     _check(model, windows, wanted)
-    journal = Journal(path, _identity(model, plan, windows, wanted))
+    journal = Journal(path, identity(model, plan, windows, wanted))
     search = Search(model, plan, windows, wanted, journal)
-    best, plain = search.run(mean, aligned)
-    choice, runner_up = search.choose(best)
-    served = choice if choice.compensate is None else search.choose(plain)[0]
+    choice, runner_up = search.choose(search.run())
     recommendation = {
         "settings": choice.settings,
-        "served": served.settings,
         "budgets": wanted,
         "text": vars(windows.workload),
         "evidence": search.evidence(choice, runner_up),
     }
-    for policy in dict.fromkeys([served, choice]):  # newest last: what `auto` takes
-        mapped = map_budgets(
-            model, search.with_tables_of(plan, policy), policy, windows, wanted, judged=True, save=save
-        )
-        plan = mapped.plan
-    plan = replace(plan, recommendation=recommendation)
+    mapped = map_budgets(model, search.with_tables_of(plan, choice), choice, windows, wanted, judged=True, save=save)
+    plan = replace(mapped.plan, recommendation=recommendation)
     save(plan)
     journal.remove()
     return Tuned(plan, choice, search.table(), search.plan)
@@ -107,7 +95,8 @@ def _check(model: PreTrainedModel, windows: Windows, budgets: Sequence[float]) -
         )
 
 
-def _identity(model: PreTrainedModel, plan: Plan, windows: Windows, budgets: Sequence[float]) -> dict[str, Any]:
+def identity(model: PreTrainedModel, plan: Plan, windows: Windows, budgets: Sequence[float]) -> dict[str, Any]:
+    """The facts that must be the same for a search to go on from its journal."""
     return {
         **{"model": plan.fingerprint.routers.exact, "text": windows.workload.sha256, "budgets": list(budgets)},
         "window": windows.ids.shape[1],  # the same tokens cut otherwise are other windows
@@ -118,27 +107,25 @@ def _identity(model: PreTrainedModel, plan: Plan, windows: Windows, budgets: Seq
 class Search(Trials):
     """Candidates on one model and text. Windows in front are chosen on, those behind are held out."""
 
-    def __init__(self, *given: Any):
-        super().__init__(*given)
-        self.chosen_on = self.every - max(1, self.every // HELD)
+    @property
+    def chosen_on(self) -> int:
+        """Windows in front, to choose on."""
+        return self.every - max(1, self.every // HELD)
 
     # ---- stages -------------------------------------------------------------------------------------------------
 
-    def run(self, mean: bool, aligned: bool) -> tuple[list[TokenPolicy], list[TokenPolicy]]:
-        """(the best candidates, the best in which nothing stands in for skipped slots), read to the end of the part."""
-        with progress.task("measurements", self._most(mean, aligned)) as self.task:
+    def run(self) -> list[TokenPolicy]:
+        """The best candidates, read to the end of the part."""
+        with progress.task("measurements", self._most()) as self.task:
             self.task.done = self.task.before = self.journal.windows
             best = self.stage(candidates.scores())
             fitted = replace(best[0], gain=self._fitted(best[0]))  # the table of fitted gains belongs to the first
             best = self.stage([*best, *varied(best, "gain", candidates.GAINS), fitted])
             best = self.stage([*best, *varied(best, "factor", self._factors(best[0]))])
-            plain = self.stage([*best, *varied(best, "min_active", candidates.FLOORS)])
-            repaired = [*candidates.means(plain)] if mean and self.has([MEAN]) else []
-            repaired += varied(plain, "compensate", [ALIGNED]) if aligned else []
-            best = self.stage([*plain, *repaired]) if repaired else plain
-            for policy in dict.fromkeys([*plain, *best, BASELINE]):
+            best = self.stage([*best, *varied(best, "min_active", candidates.FLOORS)])
+            for policy in dict.fromkeys([*best, BASELINE]):
                 self.measure(policy, self.every)
-        return best, plain
+        return best
 
     def stage(self, pool: Iterable[TokenPolicy]) -> list[TokenPolicy]:
         """The best of a pool, of which fewer go on each time that more windows are read."""
@@ -149,14 +136,14 @@ class Search(Trials):
             count = min(count, self.chosen_on)
             for policy in left:
                 self.measure(policy, count)
-            left = self.ranked(left, Part(0, count))[: max(BEST, math.ceil(len(left) / KEPT))]
+            left = self.ranked(left, TextPart(0, count))[: max(BEST, math.ceil(len(left) / KEPT))]
         return left[:BEST]
 
-    def _most(self, mean: bool, aligned: bool) -> int:
+    def _most(self) -> int:
         """Measurements if every stage has all its candidates."""
-        sizes = [len(candidates.SCORES), BEST * 5 + 1, BEST * 3, BEST * 2, BEST * (3 * mean + aligned)]
+        sizes = [len(candidates.SCORES), BEST * 5 + 1, BEST * 3, BEST * 2]
         each = [2 * n + 2 * math.ceil((n + BEST) / KEPT) + 2 * BEST for n in sizes]
-        return sum(each) + 2 * BEST * max(0, self.every - ROUNDS[-1])
+        return sum(each) + BEST * max(0, self.every - ROUNDS[-1])
 
     # ---- tables that the text gives -----------------------------------------------------------------------------
 
@@ -184,7 +171,7 @@ class Search(Trials):
         return names
 
     def _mark(self, policy: TokenPolicy | None = None) -> str:
-        """What tells tables of other texts and candidates apart: thresholds hold for one table alone."""
+        """A mark that tells tables of other texts and candidates apart: thresholds hold for one table alone."""
         of = self.windows.workload.sha256 + ("" if policy is None else key_of(policy))
         return hashlib.sha256(of.encode()).hexdigest()[:8]
 
@@ -213,7 +200,7 @@ class Search(Trials):
     def choose(self, best: Sequence[TokenPolicy]) -> tuple[TokenPolicy, TokenPolicy]:
         """(choice, runner-up): the least KL, among equals the least perplexity; never what is worse than the gate share on the
         windows that were held out."""
-        part, held = Part(0, self.chosen_on), Part(self.chosen_on, self.every)
+        part, held = TextPart(0, self.chosen_on), TextPart(self.chosen_on, self.every)
         rows = {p: self.journal.rows[key_of(p)] for p in (*best, BASELINE)}
         order = self.ranked(best, part)
         least = log_kl(rows[order[0]], self.budgets, part)
@@ -227,16 +214,16 @@ class Search(Trials):
 
     def evidence(self, choice: TokenPolicy, runner_up: TokenPolicy) -> dict[str, Any]:
         """On the windows that were held out; the unskipped model's loss beside."""
-        tell = self._evidence(Part(self.chosen_on, self.every))
+        tell = self._evidence(TextPart(self.chosen_on, self.every))
         whole = {"choice": choice, "runner_up": runner_up, "baseline": BASELINE}
         found = {name: tell.of(policy, BASELINE) for name, policy in whole.items()}
         return {**found, "candidates": len(self.journal.rows), "held_out": tell.size}
 
-    def _evidence(self, part: Part) -> Evidence:
+    def _evidence(self, part: TextPart) -> Evidence:
         return Evidence(self.journal, self.budgets, part, self.windows.ids.shape[1] - 1)
 
     def table(self) -> list[dict[str, Any]]:
-        """Every candidate with its KL on the windows it has read, furthest first, then best first."""
-        tell = self._evidence(Part(0, self.chosen_on))
+        """List every candidate with its KL on the windows it has read, those that read most first, then the best."""
+        tell = self._evidence(TextPart(0, self.chosen_on))
         rows = [tell.row(policy) for policy in self.policies.values()]
         return sorted(rows, key=lambda row: (-row["windows"], row["log_kl"]))
