@@ -73,7 +73,7 @@ class PoisonWorker(AceWorker):
         experts = [runner.routed_experts for runner in self._runners()]
         kernels = [kernel_of(e) for e in experts]
         facts: dict[str, Any] = {"kernels": sorted({type(p).__name__ for k in kernels for p in parts_of(k)})}
-        chosen = getattr(getattr(self._runners()[0], "ace_layer", None), "chosen", None)
+        chosen = getattr(getattr(self._runners()[0], "ace_decider", None), "chosen", None)
         if chosen is not None:
             facts |= {"executor": str(chosen), "refused": chosen.refused}
             facts["native"] = kernel_reason(experts[0], kernels[0], untried=True) or "by its source"

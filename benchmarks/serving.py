@@ -65,12 +65,12 @@ class BenchWorker(AceWorker):
         """Record routed and kept ids and the spread of logits in passes that run outside CUDA graphs (long prompts)."""
         self.seen: Seen = {}
         for module in self.model_runner.model.modules():  # type: ignore[attr-defined]
-            if hasattr(module, "ace_layer"):
+            if hasattr(module, "ace_decider"):
                 _watch(module, self.seen)
 
     def bench_seen(self, batches: list[int]) -> dict[str, Any]:
         for module in self.model_runner.model.modules():  # type: ignore[attr-defined]
-            if hasattr(module, "ace_layer"):
+            if hasattr(module, "ace_decider"):
                 del module.router._compute_routing
         layers = {key: _unions(*found, batches) for key, found in self.seen.items()}
         return {"tokens": next(iter(self.seen.values()))[0].shape[0], "layers": layers}
@@ -81,8 +81,8 @@ def _watch(module: Any, seen: Seen) -> None:
 
     def _compute_routing(hidden: Any, logits: Any, *args: Any, **kwargs: Any) -> Any:
         gates, ids = stock._compute_routing(module.router, hidden, logits, *args, **kwargs)
-        new_ids, new_gates = module.ace_layer.decide(ids, gates)
-        seen[module.ace_layer.key] = (ids.cpu(), new_ids.cpu(), float(logits.float().std(-1).mean()))
+        new_ids, new_gates = module.ace_decider.decide(ids, gates)
+        seen[module.ace_decider.key] = (ids.cpu(), new_ids.cpu(), float(logits.float().std(-1).mean()))
         return new_gates, new_ids
 
     module.router._compute_routing = _compute_routing

@@ -74,7 +74,7 @@ def thresholds(sizes: dict[str, Any]) -> dict[float, float]:
 
 def held(load: Load, valve: Any, options: argparse.Namespace) -> list[dict[str, Any]]:
     """Few, many, few again, in windows of the valve's length."""
-    from ace_moe.engines.vllm.valve import WINDOW
+    from ace_moe.engines.vllm.controller import WINDOW
 
     rows: list[dict[str, Any]] = []
     many = options.windows * WINDOW
@@ -107,11 +107,11 @@ def measure(options: argparse.Namespace, sizes: dict[str, Any], folder: Path) ->
     load = Load(llm, int(sizes["vocab_size"]))
     core = llm.llm_engine.engine_core.engine_core
     load.add(options.many, 40)
-    load.steps()  # warms up, and finds the valve
+    load.steps()  # warms up, and makes the controller
     found = {f"{n} at {b:.0%}": fixed(load, b, n) for n in (options.few, options.many) for b in (LOW, HIGH)}
     slow, fast = found[f"{options.many} at {LOW:.0%}"], found[f"{options.many} at {HIGH:.0%}"]
     target = fast + 0.35 * (slow - fast)
-    valve = core._ace_valve_found
+    valve = core.ace_controller
     valve.target, valve.budget = target / 1e3, LOW
     set_skip(llm, LOW)
     reset(llm)

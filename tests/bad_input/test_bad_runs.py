@@ -41,6 +41,7 @@ def test_safeguards_of_compare(option: str, value: str, single: Path, text: Path
 
 
 def test_options_that_would_be_ignored(single: Path, plan: Path, text: Path, refuse: Refuse) -> None:
+    refuse("plan", single, "--tables", "--text", text, "-o", plan, says=("leave --text out",))
     refuse("run", single, "-p", plan, "--prompt", "x", "--policy", "gsp", "--preset", "paper", says=("not both",))
     mapped = ("plan", single, "-p", plan, "--text", text, *SMALL, "--budgets", 0.5)
     refuse(*mapped, "--max-kl", 0.1, says=("leave --budgets out",))

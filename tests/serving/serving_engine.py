@@ -50,14 +50,14 @@ class AuditedWorker(AceWorker):
 
     def trace_begin(self) -> None:
         """Write down what the runner says of every step: lengths, computed, prompts and drafts of its requests."""
-        rows = find(self.vllm_config).rows  # type: ignore[union-attr]
-        mark, self.trace = type(rows).mark, []
+        classes = find(self.vllm_config).classes  # type: ignore[union-attr]
+        mark, self.trace = type(classes).mark, []
 
         def traced(step: Any) -> None:
             self.trace.append([part.tolist() if hasattr(part, "tolist") else part for part in step])
-            mark(rows, step)
+            mark(classes, step)
 
-        rows.mark = traced  # type: ignore[method-assign]
+        classes.mark = traced  # type: ignore[method-assign]
 
     def trace_read(self) -> list[Any]:
         return self.trace
@@ -99,7 +99,7 @@ def step(llm: Any, spec: dict[str, Any], change: dict[str, Any]) -> dict[str, An
     on = spec["ace"] is not None
     budget = {k: v for k, v in change.items() if k not in ("only", "extra")}
     if on and budget:
-        control._change(llm, **budget)
+        control.change(llm, **budget)
     if on:
         llm.collective_rpc("ace_reset")
         llm.collective_rpc("trace_begin")

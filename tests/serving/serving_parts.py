@@ -10,11 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ace_moe.decider import Layer, Part
+from ace_moe.decider import Decider, Part
 from ace_moe.decider.state import State
 from ace_moe.demo import MODEL
-from ace_moe.engines.vllm.rows import Rows, Step
 from ace_moe.engines.vllm.skipping import SKIPPED
+from ace_moe.engines.vllm.steps import Step, TokenClasses
 from ace_moe.policies import make
 
 EXPERTS, TOP_K = 16, 6
@@ -30,18 +30,16 @@ def step(lengths: list[int], computed: Any = 0, prompts: Any = 0, drafts: Any = 
 def layer(
     policy: str = "ace", taus: tuple[float, float] = (0.1, 0.18), step: Step | None = None, kernels: bool = False,
     device: str = "cpu", **settings: Any,
-) -> Layer:  # fmt: skip
-    """A layer as vLLM's integration makes it, with the rows of a step (none: all padding); τ for prefill and decode."""
+) -> Decider:  # fmt: skip
+    """A layer as vLLM's integration makes it, with the classes of a step (none: all padding); τ for prefill and decode."""
     generator = torch.Generator().manual_seed(0)
     tables = {name: torch.rand(EXPERTS, generator=generator) + 0.5 for name in ("gsp", "rcr")}
-    state, rows = State(), Rows(512, device)
+    state, classes = State(), TokenClasses(512, device)
     state.set(torch.tensor([0.0, *taus, taus[1]]))
-    options = {"device": device, "kernels": kernels, "opaque": False}
-    made = Layer("0", make(policy, **settings), tables, state, SKIPPED, **options)
-    made.tokens = rows
     if step is not None:
-        rows.mark(step)
-    return made
+        classes.mark(step)
+    options = {"device": device, "kernels": kernels, "opaque": False, "tokens": classes, "skipped": SKIPPED}
+    return Decider("0", make(policy, **settings), tables, state, experts=EXPERTS, **options)
 
 
 def routing(tokens: int, seed: int = 1) -> tuple[Tensor, Tensor]:

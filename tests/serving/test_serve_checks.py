@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import inspect
 import shutil
-from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,8 +13,7 @@ from safetensors.torch import load_file, save_file
 from ace_moe.cli import serving
 from ace_moe.demo import MODEL
 from ace_moe.engines.vllm import register
-from ace_moe.engines.vllm.early import check
-from ace_moe.engines.vllm.settings import Settings
+from ace_moe.engines.vllm.preflight import check
 from ace_moe.errors import AceError
 from ace_moe.plan import Plan
 
@@ -73,7 +70,7 @@ def test_a_vllm_that_cannot_be_hooked_runs_on_unless_it_is_asked_to_skip(
 
     stock = inspect.unwrap(EngineArgs.create_engine_config)
     monkeypatch.setattr(EngineArgs, "create_engine_config", stock)
-    monkeypatch.setattr("ace_moe.engines.vllm.valve.listen", lambda: EngineArgs.no_such_method)
+    monkeypatch.setattr("ace_moe.engines.vllm.controller.listen", lambda: EngineArgs.no_such_method)
     register()
     assert EngineArgs(model=str(MODEL)).create_engine_config().model_config.model == str(MODEL)
     with pytest.raises(AceError, match=r"does not know this vLLM \(0\..*no_such_method.*tried with 0\.32"):
@@ -89,23 +86,6 @@ def test_a_build_under_another_name_has_vllms_own_command(capsys: pytest.Capture
 
     shown = subprocess.run([*command[:-1], "--help=headless"], capture_output=True, text=True, timeout=300, check=False)
     assert shown.returncode == 0 and "--headless" in shown.stdout, shown.stderr
-
-
-def test_texts_are_mapped_into_the_plan_that_was_given(plan: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not into the one that is made where none is given."""
-    seen: list[Plan] = []
-    monkeypatch.setattr("ace_moe.tables.build.automatic_plan", lambda *_: pytest.fail("another plan was used"))
-    monkeypatch.setattr("ace_moe.checkpoint.loading.load_model", lambda *_: SimpleNamespace(device="cpu"))
-    monkeypatch.setattr("ace_moe.mapping.text_for", lambda *_: None)
-    monkeypatch.setattr(serving, "_tokens", lambda *_: "0" * 64)
-
-    def mapped(loaded: Any, had: Plan, *_: Any, **__: Any) -> Any:
-        seen.append(replace(had, made=()))
-        return SimpleNamespace(plan=had)
-
-    monkeypatch.setattr("ace_moe.mapping.map_budgets", mapped)
-    serving.map_missing(str(MODEL), Settings(plan=str(plan), skip=0.5), plan)
-    assert seen == [Plan.load(plan)]
 
 
 def test_a_head_that_is_nowhere(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -53,6 +53,21 @@ def check_bad_budgets(server: Server) -> None:
 
 
 @pytest.mark.vllm
+def test_a_plan_that_is_mapped_while_it_is_served(case_of: Callable[[str], Case], mapped: Path, tmp_path: Path) -> None:
+    """Another command writes thresholds into its file: the server goes on with the plan it was started with."""
+    case, plan = case_of("demo"), tmp_path / "plan.safetensors"
+    plan.write_bytes(case.plan.read_bytes())
+    body = {"model": str(case.model), "prompt": PROMPTS[0], "max_tokens": 4, "vllm_xargs": {"ace_skip": 0.5}}
+    with serving(tmp_path / "log", case.model, "--plan", str(plan), "--skip", "0") as server:
+        plan.write_bytes(mapped.read_bytes())
+        for _ in range(2):
+            status, text = server.send("/v1/completions", body)
+            assert status == 400 and "no threshold" in text, text
+            assert server.complete(PROMPTS[0], vllm_xargs={"ace_skip": 0.0})["text"]
+        assert server.send("/ace", {"skip": 0.5})[0] == 400 and server.send("/health")[0] == 200
+
+
+@pytest.mark.vllm
 @pytest.mark.parametrize("name", ["glm4", "qwen2"])
 def test_server_of_other_models(name: str, case_of: Callable[[str], Case], tmp_path: Path) -> None:
     case = case_of(name)
@@ -88,7 +103,7 @@ def check_control(server: Server) -> None:
     for body, reason in (
         ({"skip": 0.9}, "at most 87.5% can be skipped"),
         ({"skip": "half"}, "not a number"),
-        ({"skip": {"decode": 0.2}}, "has no prefill"),
+        ({"skip": {"decode": 0.2}}, "names only decode"),
         ({"skip": 0.2, "threshold": 0.1}, "not both"),
         ({"threshold": -1}, "from 0 on"),
         ({"skp": 0.2}, "Send a JSON object"),

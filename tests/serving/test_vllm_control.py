@@ -41,7 +41,7 @@ def test_a_worker_answers_with_values(configured: Callable[..., Any]) -> None:
     for bad, reason in (
         ({}, "not none"),
         ({"skip": 0.5, "threshold": 0.1}, "not both"),
-        ({"skip": {"decode": 0.5}}, "name prefill and decode"),
+        ({"skip": {"decode": 0.5}}, "names prefill and decode"),
         ({"threshold": "much"}, "A threshold is"),
     ):
         assert reason in worker.ace_set(**bad)["error"]  # type: ignore[arg-type]

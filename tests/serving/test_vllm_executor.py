@@ -13,7 +13,7 @@ from serving_parts import EXPERTS, experts, layer, routing, runner, step
 from torch import Tensor
 
 from ace_moe.engines.vllm import backends, executor
-from ace_moe.engines.vllm.executor import compact, redirected
+from ace_moe.engines.vllm.executor import Compact, Redirect
 from ace_moe.engines.vllm.settings import Settings
 from ace_moe.errors import IntegrationError
 
@@ -36,17 +36,27 @@ def skipped(tokens: int, tau: float = 0.15) -> tuple[Tensor, Tensor, Tensor]:
     return torch.randn(tokens, 8, generator=torch.Generator().manual_seed(5)), gates, ids
 
 
+def compact(run: Any, x: Tensor, gates: Tensor, ids: Tensor, expert_map: Tensor | None = None) -> Tensor:
+    return Compact(SimpleNamespace(expert_map=expert_map))(run, x, gates, ids)
+
+
+def redirected(gates: Tensor, ids: Tensor) -> Tensor:
+    """The ids that reach the kernel."""
+    Redirect()(run := Seen(), gates, gates, ids)
+    return run.ids
+
+
 @pytest.mark.parametrize("tokens", [1, 17])
 def test_compaction_runs_the_kept_slots_and_no_others(tokens: int) -> None:
     run, (x, gates, ids) = Dense(), skipped(tokens)
     expected = Dense()(x, gates, redirected(gates, ids))
-    torch.testing.assert_close(compact(run, x, gates, ids, None), expected)
+    torch.testing.assert_close(compact(run, x, gates, ids), expected)
     assert run.slots == int((ids >= 0).sum()) < ids.numel()
 
 
 def test_compaction_with_experts_on_two_ranks() -> None:
     x, gates, ids = skipped(9)
-    whole, parts, slots = compact(Dense(), x, gates, ids, None), torch.zeros_like(x), 0
+    whole, parts, slots = compact(Dense(), x, gates, ids), torch.zeros_like(x), 0
     for rank in range(2):
         run = Dense()
         run.weights = run.weights[rank * 8 : rank * 8 + 8]
@@ -60,7 +70,7 @@ def test_compaction_with_experts_on_two_ranks() -> None:
 
 def test_a_rank_without_any_slot_returns_zeros() -> None:
     x, gates, ids = skipped(3)
-    assert (compact(Dense(), x, gates, torch.full_like(ids, -1), None) == 0).all()
+    assert (compact(Dense(), x, gates, torch.full_like(ids, -1)) == 0).all()
 
 
 def test_redirected_slots_point_at_the_tokens_top_expert() -> None:
@@ -112,7 +122,7 @@ def chosen(module: Any, **settings: Any) -> tuple[Any, Tensor, Tensor]:
     run, (x, gates, ids) = Seen(), skipped(8)
     own = executor.Experts(runner(module), layer(), Settings(kernels=False, **settings))
     own(run, x, gates, ids)
-    return own.layer.chosen, ids, run.ids
+    return own.decider.chosen, ids, run.ids
 
 
 @pytest.mark.parametrize(("kernel", "more", "mark"), MODES)
@@ -210,7 +220,7 @@ def test_on_a_cpu_kept_slots_run_alone_where_ranks_do_not_exchange_them(prepare:
 def test_reasons_are_said_in_words() -> None:
     own = executor.Experts(runner(experts("SomethingNew")), layer(), Settings(kernels="auto"))
     own.choose()
-    refused = own.layer.chosen.refused  # type: ignore[union-attr]
+    refused = own.decider.chosen.refused  # type: ignore[union-attr]
     assert refused["native"] == "what SomethingNew does with a slot that has no expert is not known"
     assert refused["compact"] == "it needs a value on the host" and "SomethingNew" in refused["kernels"]
 
@@ -218,7 +228,7 @@ def test_reasons_are_said_in_words() -> None:
 def test_redirect_may_be_asked_for() -> None:
     own = executor.Experts(runner(experts("TritonExperts")), layer(), Settings(executor="redirect"))
     own.choose()  # our kernels would be taken first, were the choice left to us
-    assert str(own.layer.chosen) == "redirect" and own.layer.chosen.refused["native"] == "redirect was asked for"  # type: ignore[union-attr]
+    assert str(own.decider.chosen) == "redirect" and own.decider.chosen.refused["native"] == "redirect was asked for"  # type: ignore[union-attr]
 
 
 def test_a_kernel_that_was_built_again_is_chosen_for_again() -> None:
@@ -226,16 +236,16 @@ def test_a_kernel_that_was_built_again_is_chosen_for_again() -> None:
     module, (x, gates, ids) = experts("TritonExperts"), skipped(3)
     own = executor.Experts(runner(module), layer(), Settings(kernels=False))
     own(Seen(), x, gates, ids)
-    first = own.layer.chosen
+    first = own.decider.chosen
     own(Seen(), x, gates, ids)
-    assert own.layer.chosen is first
+    assert own.decider.chosen is first
     built = experts("TritonExperts").quant_method.moe_kernel
     module.quant_method.moe_kernel = built
     own(Seen(), x, gates, ids)
-    assert built.fused_experts.moe_sum is executor.aware_sum and str(own.layer.chosen) == "native"
+    assert built.fused_experts.moe_sum is executor.aware_sum and str(own.decider.chosen) == "native"
     module.quant_method.moe_kernel = experts("SomethingNew").quant_method.moe_kernel
     own(run := Seen(), x, gates, ids)
-    assert str(own.layer.chosen) == "redirect" and (run.ids >= 0).all()
+    assert str(own.decider.chosen) == "redirect" and (run.ids >= 0).all()
 
 
 def test_our_kernels_up_to_a_number_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,7 +261,7 @@ def test_our_kernels_up_to_a_number_of_tokens(monkeypatch: pytest.MonkeyPatch) -
         x, gates, ids = skipped(tokens)
         out = own(lambda x, **more: torch.zeros_like(x), x, gates, ids)
         assert (out == expected).all()
-    assert str(own.layer.chosen) == "native, kernels to 4 tokens"
+    assert str(own.decider.chosen) == "native, kernels to 4 tokens"
 
 
 def test_padding_is_no_slot_for_any_way() -> None:
@@ -261,11 +271,11 @@ def test_padding_is_no_slot_for_any_way() -> None:
     out = redirected(gates, ids)
     assert (out[3:] == 0).all() and (out >= 0).all()
     run = Dense()
-    assert (compact(run, x, gates, ids, None)[3:] == 0).all() and run.slots == int((ids >= 0).sum())
+    assert (compact(run, x, gates, ids)[3:] == 0).all() and run.slots == int((ids >= 0).sum())
 
 
 def test_unknown_kernel_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
-    executor._warned.clear()
+    executor.warn_redirect.cache_clear()
     with caplog.at_level(logging.WARNING, "vllm.ace_moe"):
         for _ in range(2):
             executor.warn_redirect("SomethingNew", "what it does with a slot that has no expert is not known")

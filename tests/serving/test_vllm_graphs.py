@@ -11,9 +11,9 @@ import torch
 from serving_parts import EXPERTS, TOP_K, layer, routing, step
 from torch import Tensor
 
-from ace_moe.decider import Layer
-from ace_moe.engines.vllm.rows import Rows, Step
+from ace_moe.decider import Decider
 from ace_moe.engines.vllm.skipping import SKIPPED
+from ace_moe.engines.vllm.steps import Step, TokenClasses
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
 TOKENS = 16  # of the captured size; steps have fewer
@@ -38,7 +38,7 @@ def captured(run: Callable[[], tuple[Tensor, Tensor]]) -> tuple[torch.cuda.CUDAG
     return graph, out, made
 
 
-def check(own: Layer, graph: torch.cuda.CUDAGraph, out: tuple[Tensor, Tensor], given: tuple[Tensor, Tensor]) -> None:
+def check(own: Decider, graph: torch.cuda.CUDAGraph, out: tuple[Tensor, Tensor], given: tuple[Tensor, Tensor]) -> None:
     """Every step by replay, against the rule in torch on the host."""
     theirs: Any = layer()
     own.counts.zero_()
@@ -81,14 +81,14 @@ def test_the_rule_and_its_router_in_one() -> None:
 @pytest.mark.parametrize("tokens", [256, 100_000])
 def test_marking_does_not_wait_for_the_gpu(tokens: int) -> None:
     """The step before is still running: what it reads must not change under it, and the host goes on."""
-    rows = Rows(100_000, "cuda")
-    rows.mark(step([tokens], 0, tokens))
+    classes = TokenClasses(100_000, "cuda")
+    classes.mark(step([tokens], 0, tokens))
     torch.cuda.synchronize()
     torch.cuda._sleep(400_000_000)  # about 0.2 s
-    seen = rows.rows(8, rows.buffer.device).clone()
+    seen = classes.rows(8, classes.buffer.device).clone()
     began = time.perf_counter()
-    rows.mark(step([tokens], 9, 4))
+    classes.mark(step([tokens], 9, 4))
     waited = time.perf_counter() - began
     assert not torch.cuda.current_stream().query() and waited < 0.05, waited
-    assert (seen == 1).all() and (rows.buffer[:8] == 2).all()
+    assert (seen == 1).all() and (classes.buffer[:8] == 2).all()
     print(f"\n{tokens} tokens: marked in {waited * 1e6:.0f} µs beside a busy GPU")

@@ -15,10 +15,12 @@ import pytest
 import torch
 from serving_parts import FOUND
 
+from ace_moe.budget import Budget
 from ace_moe.decider import PADDING, row_of
-from ace_moe.engines.vllm import rows as hooks
 from ace_moe.engines.vllm import skipping
-from ace_moe.engines.vllm.rows import step_v1, step_v2
+from ace_moe.engines.vllm import steps as hooks
+from ace_moe.engines.vllm.requests import carry
+from ace_moe.engines.vllm.steps import step_v1, step_v2
 
 P, D, V = (row_of(phase) for phase in ("prefill", "decode", "verify"))
 
@@ -38,7 +40,7 @@ class Old:
 
     def _dummy_run(self, num_tokens: int, mode: Any = None, is_profile: bool = False) -> int:
         own = skipping.find(self.vllm_config)
-        self.seen = [] if own is None else [own.rows.counting, own.rows.buffer[:4].tolist()]
+        self.seen = [] if own is None else [own.classes.counting, own.classes.buffer[:4].tolist()]
         return num_tokens
 
     def initialize_kv_cache(self, config: Any) -> str:
@@ -58,7 +60,7 @@ class New:
     def _dummy_run(
         self, num_tokens: int, *args: Any, skip_attn: bool = False, is_profile: bool = False, **kw: Any
     ) -> int:
-        self.seen = [skipping.find(self.vllm_config).rows.counting]  # type: ignore[union-attr]
+        self.seen = [skipping.find(self.vllm_config).classes.counting]  # type: ignore[union-attr]
         return num_tokens
 
     initialize_kv_cache = Old.initialize_kv_cache
@@ -72,9 +74,9 @@ class Worker:
         return "times"
 
 
-hooks._hook(Old, "_prepare_inputs", step_v1, skipping.find)
-hooks._hook(New, "prepare_inputs", step_v2, skipping.find)
-hooks._hook_worker(Worker, skipping.find)
+hooks.hook_runner(Old, "_prepare_inputs", step_v1, skipping.find)
+hooks.hook_runner(New, "prepare_inputs", step_v2, skipping.find)
+hooks.hook_worker(Worker, skipping.find)
 
 
 def scheduled(new: Any = (), finished: Any = (), **drafts: list[int]) -> Any:
@@ -83,8 +85,12 @@ def scheduled(new: Any = (), finished: Any = (), **drafts: list[int]) -> Any:
     )
 
 
-def request(name: str, **extra: Any) -> Any:
-    return SimpleNamespace(req_id=name, sampling_params=SimpleNamespace(extra_args=extra or None))
+def request(name: str, skip: Any = None) -> Any:
+    """A request as admission leaves it."""
+    params = SimpleNamespace(extra_args={} if skip is not None else None)
+    if skip is not None:
+        carry(params, Budget.parse(skip))
+    return SimpleNamespace(req_id=name, sampling_params=params)
 
 
 def batch(**facts: Any) -> Any:
@@ -99,18 +105,18 @@ def batch(**facts: Any) -> Any:
 
 
 @pytest.fixture
-def own(configured: Callable[..., Any]) -> Any:
+def own(configured: Callable[..., Any], mapped: Path) -> Any:
     """The skipping of a configuration with all its layers, on the runners' `vllm_config`."""
-    config = configured()
+    config = configured(plan=mapped)
     found = skipping.find(config)
     assert found is not None
     for n in range(6):
         found.add(n, f"model.layers.{n}", FOUND)
-    return SimpleNamespace(config=config, skipping=found, rows=found.rows)
+    return SimpleNamespace(config=config, skipping=found, classes=found.classes)
 
 
 def at(own: Any, tokens: int) -> list[int]:
-    return own.rows.buffer[:tokens].tolist()
+    return own.classes.buffer[:tokens].tolist()
 
 
 def test_first_generation(own: Any) -> None:
@@ -123,20 +129,20 @@ def test_first_generation(own: Any) -> None:
 
 
 def test_requests_with_budgets_of_their_own(own: Any) -> None:
-    """First generation: told once when a request is new, kept while it runs, its rows and counters its own."""
+    """First generation: told once when a request is new, kept while it runs, its class and counters its own."""
     runner, skips = Old(own.config), own.skipping
-    skips.set_threshold(0.1)
-    skips._set = lambda skip, number=0: skips.deciders.set(torch.full((3,), 0.2 * number), number)
-    runner._prepare_inputs(scheduled([request("a"), request("b", ace_skip=0.3)]), np.array([2, 3]))
+    skips.change(threshold=0.1)
+    runner._prepare_inputs(scheduled([request("a"), request("b", 0.2)]), np.array([2, 3]))
     assert at(own, 6) == [D, D, *[row_of("prefill", 1)] * 3, PADDING]
     runner._prepare_inputs(scheduled(), np.array([1, 1]))
     assert at(own, 3) == [D, row_of("prefill", 1), PADDING]
-    runner._prepare_inputs(scheduled([request("a", ace_skip_prefill=0, ace_skip_decode=0.5)]), np.array([1, 1]))
+    runner._prepare_inputs(scheduled([request("a", {"prefill": 0, "decode": 0.5})]), np.array([1, 1]))
     assert at(own, 2) == [row_of("decode", 2), row_of("prefill", 1)]
-    assert skips.part().budgets == ["0.30", "0.00/0.50"]
-    assert skips.deciders.state.tau[[D, row_of("decode", 1), row_of("decode", 2)]].tolist() == pytest.approx(
-        [0.1, 0.2, 0.4]
-    )
+    assert skips.part().budgets == ["0.20", "0.00/0.50"]
+    by_budget = {t.budget: t.threshold for t in skips.deciders.plan.thresholds}
+    classes = [D, row_of("prefill", 1), row_of("decode", 1), row_of("prefill", 2), row_of("decode", 2)]
+    wanted = [0.1, by_budget[0.2], by_budget[0.2], 0, by_budget[0.5]]
+    assert [skips.part().tau[c] for c in classes] == pytest.approx(wanted)
     del runner.requests["a"]
     runner._prepare_inputs(scheduled(finished=["a"]), np.array([1, 1]))
     assert at(own, 2) == [D, row_of("prefill", 1)]
@@ -144,13 +150,12 @@ def test_requests_with_budgets_of_their_own(own: Any) -> None:
 
 def test_a_name_that_comes_back_is_another_request(own: Any) -> None:
     """vLLM: a request that was given up may be sent again under its name, and end and begin in one step."""
-    runner, skips = Old(own.config), own.skipping
-    skips._set = lambda skip, number=0: None
-    runner._prepare_inputs(scheduled([request("a", ace_skip=0.3)]), np.array([1, 1]))
-    runner._prepare_inputs(scheduled([request("a", ace_skip=0.5)], finished=["a"]), np.array([1, 1]))
+    runner = Old(own.config)
+    runner._prepare_inputs(scheduled([request("a", 0.2)]), np.array([1, 1]))
+    runner._prepare_inputs(scheduled([request("a", 0.5)], finished=["a"]), np.array([1, 1]))
     assert at(own, 2) == [row_of("decode", 2), P]
     runner._prepare_inputs(scheduled([request("a")], finished=["a"]), np.array([1, 1]))
-    assert at(own, 2) == [D, P] and not skips.owned
+    assert at(own, 2) == [D, P]
 
 
 def test_requests_that_ended_in_a_step_without_tokens_are_forgotten(own: Any) -> None:
@@ -196,8 +201,8 @@ def test_passes_without_requests(own: Any) -> None:
     old, new = Old(own.config), New(own.config)
     for measure in (lambda: old._dummy_run(4, None, True), lambda: old._dummy_run(4, is_profile=True)):
         assert measure() == 4 and old.seen == [False, [P] * 4]
-        assert at(own, 1088) == [PADDING] * 1088 and own.rows.counting
-    own.rows.mark(hooks.Step(np.array([2]), np.array([9]), np.array([4])))
+        assert at(own, 1088) == [PADDING] * 1088 and own.classes.counting
+    own.classes.mark(hooks.Step(np.array([2]), np.array([9]), np.array([4])))
     assert old._dummy_run(4) == 4 and old.seen == [True, [PADDING] * 4]
     assert new._dummy_run(4, is_profile=True, skip_attn=True) == 4 and new.seen == [False]
     assert new._dummy_run(4, uniform_decode=True) == 4 and new.seen == [True]
@@ -206,28 +211,28 @@ def test_passes_without_requests(own: Any) -> None:
 
 
 def test_a_measuring_pass_leaves_counters_at_zero(own: Any) -> None:
-    made, given = own.skipping.deciders.layers["0"], (torch.arange(8).repeat(4, 1).int(), torch.full((4, 8), 0.125))
-    own.skipping.set_threshold(0.5)
+    made, given = own.skipping.deciders["0"], (torch.arange(8).repeat(4, 1).int(), torch.full((4, 8), 0.125))
+    own.skipping.change(threshold=0.5)
     with own.skipping.dummy(profile=True):
         ids, _ = made.decide(*given)
     assert made.counts.sum() == 0 and (ids >= 0).sum() == 4  # it runs as a prompt does: its experts, and no padding
-    own.rows.mark(hooks.Step(np.array([4]), np.array([9]), np.array([4])))
+    own.classes.mark(hooks.Step(np.array([4]), np.array([9]), np.array([4])))
     made.decide(*given)
     assert made.counts.tolist()[row_of("decode")] == [32, 4, 0]
 
 
 def test_what_a_warm_up_ran_is_forgotten(own: Any) -> None:
     """The second generation warms up with requests of its own making, through the same door as real ones."""
-    own.rows.mark(hooks.Step(np.array([3]), np.array([0]), np.array([3])))
-    own.skipping.deciders.layers["0"].counts.fill_(7)
+    own.classes.mark(hooks.Step(np.array([3]), np.array([0]), np.array([3])))
+    own.skipping.deciders["0"].counts.fill_(7)
     assert Worker(own.config).compile_or_warm_up_model() == "times"
-    assert at(own, 4) == [PADDING] * 4 and own.skipping.deciders.layers["0"].counts.sum() == 0
+    assert at(own, 4) == [PADDING] * 4 and own.skipping.deciders["0"].counts.sum() == 0
 
 
 def test_an_engine_without_skipping_passes_through(own: Any) -> None:
     other = SimpleNamespace(additional_config={})
     runner = Old(other)
-    own.rows.mark(hooks.Step(np.array([2]), np.array([9]), np.array([4])))
+    own.classes.mark(hooks.Step(np.array([2]), np.array([9]), np.array([4])))
     assert runner.initialize_kv_cache(None) == "cache" and runner._dummy_run(4, is_profile=True) == 4
     assert runner._prepare_inputs(scheduled(), np.array([2, 3])) == "inputs"
     assert Worker(other).compile_or_warm_up_model() == "times"
@@ -236,8 +241,8 @@ def test_an_engine_without_skipping_passes_through(own: Any) -> None:
 
 def test_a_class_is_hooked_once() -> None:
     before = Old._prepare_inputs, Worker.compile_or_warm_up_model
-    hooks._hook(Old, "_prepare_inputs", step_v1, skipping.find)
-    hooks._hook_worker(Worker, skipping.find)
+    hooks.hook_runner(Old, "_prepare_inputs", step_v1, skipping.find)
+    hooks.hook_worker(Worker, skipping.find)
     assert (Old._prepare_inputs, Worker.compile_or_warm_up_model) == before
     assert list(inspect.signature(Old._prepare_inputs).parameters)[1:] == ["scheduler_output", "num_scheduled_tokens"]
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from serving_parts import reply
+from serving_parts import FOUND, reply
 
 from ace_moe.engines.vllm import http
 from ace_moe.engines.vllm.control import AceWorker
@@ -84,7 +84,7 @@ GOOD: dict[str, tuple[str, dict[str, Any]]] = {
     '{"skip": 0}': ("ace_set", {"skip": 0}),
     '{"skip": 0.4, "reset": true}': ("ace_set", {"skip": 0.4, "reset": True}),
     '{"skip": 0.4, "reset": false}': ("ace_set", {"skip": 0.4}),
-    '{"skip": {"both": 0.4}}': ("ace_set", {"skip": {"both": 0.4}}),
+    '{"skip": {"both": 0.4}}': ("ace_set", {"skip": 0.4}),
     '{"skip": {"prefill": 0.5, "decode": 0}}': ("ace_set", {"skip": {"prefill": 0.5, "decode": 0}}),
     '{"threshold": 0}': ("ace_set", {"threshold": 0}),
     '{"threshold": [0.1, 0.2]}': ("ace_set", {"threshold": [0.1, 0.2]}),
@@ -187,10 +187,11 @@ def test_a_worker_resets_only_with_a_budget_that_is_one(configured: Callable[...
     worker.vllm_config = configured(plan=str(mapped))
     parallel = {"tensor_parallel_size": 1, "rank": 0, "data_parallel_rank": 0}
     worker.vllm_config.parallel_config = SimpleNamespace(**parallel)
-    skipping, done = worker.vllm_config.additional_config.skipping, []
-    skipping.reset = lambda: done.append(True)
-    assert "error" in worker.ace_set(skip=0.99, reset=True) and done == []
-    assert worker.ace_set(skip=0.5, reset=True)["notices"] == [] and done == [True]
+    layer = worker.vllm_config.additional_config.skipping.add(0, "model.layers.0", FOUND)
+    layer.counts.fill_(5)
+    assert "error" in worker.ace_set(skip=0.99, reset=True) and worker.ace_report()["counts"]["0"][1] == [5, 5, 5]
+    reply = worker.ace_set(skip=0.5, reset=True)
+    assert reply["notices"] == [] and reply["counts"]["0"][1] == [0, 0, 0]
     (notice,) = http.together([worker.ace_set(skip=0.4), worker.ace_set(skip=0.4)])["notices"]
     assert "between measured budgets" in notice
 
@@ -203,6 +204,23 @@ def test_server_without_skipping_does_not_start() -> None:
     app.collective_rpc = nothing  # type: ignore[method-assign]
     sent = messages(app, {"type": "lifespan"}, [{"type": "lifespan.startup"}])
     assert [m["type"] for m in sent] == ["lifespan.startup.failed"] and "not configured" in sent[0]["message"]
+
+
+def test_processes_that_read_different_plans_do_not_serve() -> None:
+    """Further nodes and further front ends read files of their own."""
+    replies = [{**reply(0), "plan": "a"}, {**reply(1), "plan": "a"}]
+
+    async def both(method: str, kwargs: dict[str, Any]) -> list[dict[str, Any]]:
+        return replies
+
+    app = App()
+    app.collective_rpc = both  # type: ignore[method-assign]
+    app.vllm_config = SimpleNamespace(additional_config={"ace": {"plan_sha256": "a"}})  # type: ignore[attr-defined]
+    assert "startup.failed" not in str(messages(app, {"type": "lifespan"}, [{"type": "lifespan.startup"}]))
+    for plan, own in (("b", "a"), ("a", "b")):
+        replies[1]["plan"], app.vllm_config.additional_config["ace"]["plan_sha256"] = plan, own  # type: ignore[attr-defined]
+        (sent,) = messages(app, {"type": "lifespan"}, [{"type": "lifespan.startup"}])
+        assert sent["type"] == "lifespan.startup.failed" and "different plans" in sent["message"]
 
 
 def test_metrics_are_added_to_vllms_page() -> None:

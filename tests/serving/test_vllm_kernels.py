@@ -108,13 +108,13 @@ def test_fp8_is_ours_up_to_a_few_tokens(monkeypatch: pytest.MonkeyPatch) -> None
         for kernels, name in (("auto", auto), (True, asked)):
             own = Experts(runner(module), layer(), Settings(kernels=kernels))
             own.choose()
-            assert str(own.layer.chosen) == name
+            assert str(own.decider.chosen) == name
     monkeypatch.setenv(
         "VLLM_BATCH_INVARIANT", "1"
     )  # steps of one size would run on other kernels than those of another
     own = Experts(runner(module), layer(), Settings(kernels="auto"))
     own.choose()
-    assert str(own.layer.chosen) == "native"
+    assert str(own.decider.chosen) == "native"
 
 
 def test_where_the_choice_is_ours_only_measured_gpus_get_them() -> None:

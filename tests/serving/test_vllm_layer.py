@@ -9,10 +9,10 @@ import torch
 from serving_parts import EXPERTS, TOP_K, layer, routing, step
 
 from ace_moe import rule
-from ace_moe.decider import Layer, row_of
+from ace_moe.decider import Decider, row_of
 from ace_moe.decider.rows import Phase
-from ace_moe.engines.vllm.rows import Step
 from ace_moe.engines.vllm.skipping import SKIPPED
+from ace_moe.engines.vllm.steps import Step
 from ace_moe.kernels.routing import TopK
 
 MIXED = step([3, 1, 3], [0, 9, 9], [3, 4, 4], [0, 0, 2])  # three of a prompt, two generated, two drafts
@@ -39,7 +39,7 @@ def test_threshold_zero_returns_the_same_bits() -> None:
     assert torch.equal(new_gates, gates) and torch.equal(new_ids, ids)
 
 
-def poisoned(own: Layer, monkeypatch: pytest.MonkeyPatch) -> None:
+def poisoned(own: Decider, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tables inside a larger tensor of NaN: a look-up in front of one, or at its wrapped end, would show."""
     for name in ("gsp", "rcr"):
         around = torch.full((EXPERTS + 2 * TOP_K,), torch.nan)
@@ -83,7 +83,7 @@ def halves(tokens: int) -> Step:
 def test_kernel_decides_like_torch(policy: str, settings: dict[str, Any], tokens: int) -> None:
     pytest.importorskip("triton", reason="the kernel runs in Triton's interpreter")
     first, second = (layer(policy, step=halves(tokens), kernels=k, **settings) for k in (False, True))
-    assert second.has_kernel and not first.has_kernel
+    assert second.kernel is not None and first.kernel is None
     given, real = routing(tokens), max(1, tokens // 2) + tokens // 4
     expected_ids, expected_gates = first.decide(*given)
     new_ids, new_gates = second.decide(*given)

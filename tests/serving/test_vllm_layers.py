@@ -18,10 +18,10 @@ from ace_moe.errors import IntegrationError
 def test_a_draft_is_known_by_vllms_tag(tag: str, draft: bool) -> None:
     from vllm.compilation.backends import set_model_tag
 
-    assert not layers._is_draft()
+    assert not layers.is_draft()
     with set_model_tag(tag):
-        assert layers._is_draft() is draft
-    assert not layers._is_draft()
+        assert layers.is_draft() is draft
+    assert not layers.is_draft()
 
 
 @pytest.mark.vllm
@@ -42,10 +42,19 @@ def test_routing_stays_outside_of_a_models_own_experts(monkeypatch: pytest.Monke
         assert getattr(config, "require_decomposed_backend", False) == (skipping is not None)
 
 
-def test_experts_that_are_constants_are_refused() -> None:
-    """A pruned checkpoint in vLLM 0.33: behind the router a skipped slot would become expert 0's, with gate 0."""
-    runner = SimpleNamespace(layer_name="model.layers.3.mlp.experts", routed_experts=SimpleNamespace())
-    layers._refuse_constants(runner)
-    runner.routed_experts.expert_substitution = object()
+@pytest.mark.vllm
+def test_layers_that_would_not_do_what_the_rule_says_are_refused() -> None:
+    """A router of its own; and a pruned checkpoint in vLLM 0.33: a skipped slot would become expert 0's, with gate 0."""
+    from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
+
+    own = {"__init__": lambda self: None, "_compute_routing": None, "routing_method_type": None}
+    router = type("Common", (BaseRouter,), own)()
+    experts = SimpleNamespace(quant_method=SimpleNamespace(is_monolithic=False))
+    runner = SimpleNamespace(layer_name="model.layers.3.mlp.experts", routed_experts=experts, router=router)
+    layers.refuse(runner)
+    experts.expert_substitution = object()
     with pytest.raises(IntegrationError, match=r"layers\.3.*replaced by constants"):
-        layers._refuse_constants(runner)
+        layers.refuse(runner)
+    runner.router = object()
+    with pytest.raises(IntegrationError, match=r"layers\.3.*its router \(object\)"):
+        layers.refuse(runner)

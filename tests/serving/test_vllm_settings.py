@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from ace_moe.budget import Budget
 from ace_moe.demo import MODEL
 from ace_moe.engines.vllm import engine_args
 from ace_moe.engines.vllm.settings import EVERY, Settings, check_policy
@@ -23,7 +24,7 @@ def test_engine_args() -> None:
     ace = found["additional_config"]["ace"]
     assert ace["plan"].startswith("/") and ace["skip"] == skip and ace["gain"] == "none"
     settings = Settings.from_dict(ace)
-    assert settings.policy_settings == {"gain": "none"} and settings.skip == skip
+    assert settings.policy_settings == {"gain": "none"} and settings.skip == Budget(0.5, 0.2, 0.2)
 
 
 def test_a_plan_of_the_hub_is_fetched_before_workers_start(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,12 +54,12 @@ def test_policies_that_decide_by_the_batch_are_refused() -> None:
 
 
 def test_the_newest_thresholds_that_can_be_served(demo_plan: Plan) -> None:
-    """What was mapped for transformers alone does not keep a server from starting."""
+    """What was mapped for a comparison does not keep a server from starting."""
     rest = {"budget": 0.3, "threshold": 0.1, "realised": 0.3, "corrected": True, "passes": 1}
-    text, names = Workload("a.txt", "0" * 64, 64), ("gsp", "share:compensate=mean", "pesf")
+    text, names = Workload("a.txt", "0" * 64, 64), ("gsp", "pesf")
     entries = [Threshold(**make(name).settings, **rest, workload=text) for name in names]  # type: ignore[arg-type]
     plan = demo_plan.with_thresholds(entries)
-    assert Settings().chosen(plan).key == "gsp" and Settings().chosen(plan, served=False).key == "pesf"
+    assert Settings().chosen(plan).key == "gsp"
     assert Settings().chosen(demo_plan.with_thresholds(entries[1:])) == make("share")
 
 

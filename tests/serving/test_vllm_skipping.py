@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
 import pickle
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,7 +15,9 @@ from typing import Any
 import pytest
 import torch
 from serving_parts import FOUND, vllm_config
+from test_vllm_hooks import request
 
+from ace_moe.budget import Budget
 from ace_moe.decider import row_of
 from ace_moe.engines.vllm import skipping
 from ace_moe.errors import IntegrationError, PlanError
@@ -24,7 +27,7 @@ from ace_moe.plan.entries import Workload
 
 def test_budgets_are_not_in_the_compile_hash(configured: Callable[..., Any]) -> None:
     first, second = configured(), configured(gain="none")
-    skipping.find(second).set_threshold(0.2)
+    skipping.find(second).change(threshold=0.2)
     assert json.dumps(first.additional_config, sort_keys=True) == json.dumps(second.additional_config, sort_keys=True)
     assert type(pickle.loads(pickle.dumps(first.additional_config))) is dict
     assert copy.deepcopy(first.additional_config).skipping is skipping.find(first) is skipping.configure(first)
@@ -45,7 +48,7 @@ def test_vllms_default_type_and_device_are_not_inherited(configured: Callable[..
     assert made.tau[1:4].tolist() == [float(torch.tensor(wanted, dtype=torch.float32))] * 3  # not rounded to bf16
     for tensor in (made.tau, made.factor, scored.table_gsp, scored.table_rcr):
         assert tensor.dtype == torch.float32 and tensor.device.type == "cpu"
-    assert made.counts.device.type == own.rows.buffer.device.type == "cpu"
+    assert made.counts.device.type == own.classes.buffer.device.type == "cpu"
 
 
 def test_no_configuration_no_skipping() -> None:
@@ -67,7 +70,7 @@ def test_tau_is_changed_where_layers_read_it(configured: Callable[..., Any]) -> 
     own = skipping.find(configured())
     made = own.add(0, "model.layers.0.mlp.experts", FOUND)
     where = made.tau.data_ptr()
-    own.set_threshold([0.1, 0.2])
+    own.change(threshold=[0.1, 0.2])
     assert made.tau[:4].tolist() == pytest.approx([0, 0.1, 0.2, 0.2]) and made.tau.data_ptr() == where
     assert own.skip is None and made.tau[4:].sum() == 0
 
@@ -79,11 +82,26 @@ def test_a_request_that_was_admitted_is_served_under_any_text(
     plan = Plan.load(mapped)
     few = [replace(t, workload=Workload("few.txt", "f" * 64, 99)) for t in plan.thresholds if t.budget == 0.2]
     own = skipping.find(configured(plan=plan.with_thresholds(few).save(tmp_path / "two.safetensors"), policy="share"))
-    own.set_skip(0.2, "few.txt")
-    request = SimpleNamespace(req_id="1", sampling_params=SimpleNamespace(extra_args={"ace_skip": 0.6}))
-    own.admit(SimpleNamespace(scheduled_new_reqs=[request], finished_req_ids=()), ())
+    own.change(skip=Budget.parse(0.2), workload="few.txt")
+    own.admit(SimpleNamespace(scheduled_new_reqs=[request("1", 0.6)]), ())
     (wanted,) = [t.threshold for t in plan.thresholds if t.budget == 0.6]
-    assert own.deciders.state.tau[row_of("decode", own.owned["1"])] == pytest.approx(wanted)
+    assert own.part().tau[row_of("decode", 1)] == pytest.approx(wanted)
+
+
+def test_a_step_goes_on_whatever_a_request_asks(
+    configured: Callable[..., Any], mapped: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Admission refuses such requests; if one comes all the same it runs under the server's own budget, and the log says so."""
+    own = skipping.find(configured(plan=mapped, skip=0.2))
+    odd = SimpleNamespace(req_id="odd", sampling_params=SimpleNamespace(extra_args={"ace_skip": {"prefill": "junk"}}))
+    many = [request(f"many {n}", n / 100) for n in range(20, 36)]
+    with caplog.at_level(logging.ERROR, "vllm.ace_moe"):
+        own.admit(SimpleNamespace(scheduled_new_reqs=[odd, request("high", 0.95), request("good", 0.5)]), ())
+        own.admit(SimpleNamespace(scheduled_new_reqs=many), ["good"])
+    assert own.owned == {"good": 1} | {f"many {n}": n - 18 for n in range(20, 34)}
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 4 and all("under the server's own budget" in line for line in said)
+    assert "request odd" in said[0] and "cannot be met" in said[1] and "no room" in said[2]
 
 
 @pytest.mark.parametrize(
@@ -108,7 +126,7 @@ def test_what_would_be_wrong_or_silent_is_refused(part: str, name: str, value: A
 
 def test_layers_are_checked_as_they_come(configured: Callable[..., Any]) -> None:
     own = skipping.find(configured())
-    assert own.add(0, "model.layers.0.mlp.experts", FOUND) is own.deciders.layers["0"]
+    assert own.add(0, "model.layers.0.mlp.experts", FOUND) is own.deciders["0"]
     assert own.add(0, "draft_model.model.layers.0.mlp.experts", FOUND) is None
     assert own.add(6, "model.layers.6.mlp.experts", FOUND) is None  # an MTP head
     with pytest.raises(PlanError, match="layer 1 has experts 32 in the plan, 64 in the model"):

@@ -39,16 +39,15 @@ def routed(tokens: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def run(own: Any, tokens: int, seed: int) -> None:
-    for n, layer in enumerate(own.deciders.layers.values()):
+    for n, layer in enumerate(own.deciders.values()):
         layer.decide(*routed(tokens, seed + n))
 
 
-def test_every_token_is_kept_with_what_it_is(configured: Callable[..., Any], tmp_path: Path) -> None:
+def test_every_token_is_kept_with_what_it_is(configured: Callable[..., Any], mapped: Path, tmp_path: Path) -> None:
     path = tmp_path / "a.trace"
-    runner, own = engine(configured, path, trace_tokens=9)
-    own.set_threshold(0.1)
-    own._set = lambda skip, number=0: own.deciders.set(torch.full((3,), 0.2), number)
-    runner._prepare_inputs(scheduled([request("a"), request("b", ace_skip=0.3)]), np.array([2, 3]))
+    runner, own = engine(configured, path, plan=mapped, trace_tokens=9)
+    own.change(threshold=0.1)
+    runner._prepare_inputs(scheduled([request("a"), request("b", 0.2)]), np.array([2, 3]))
     run(own, 8, seed=0)  # three tokens of padding
     runner._prepare_inputs(scheduled(), np.array([1, 1]))
     run(own, 2, seed=20)
@@ -56,7 +55,7 @@ def test_every_token_is_kept_with_what_it_is(configured: Callable[..., Any], tmp
     trace = load_trace(path)
     assert trace.requests.tolist() == [0, 0, 1, 1, 1, 0, 1]
     assert trace.phases.tolist() == [1, 1, 0, 0, 0, 1, 0]
-    assert [trace.skips[b] for b in trace.budgets.tolist()] == [None, None, 0.3, 0.3, 0.3, None, 0.3]
+    assert [trace.skips[b] for b in trace.budgets.tolist()] == [None, None, 0.2, 0.2, 0.2, None, 0.2]
     for n, (ids, gates) in enumerate(trace.layers.values()):
         first, second = routed(8, n), routed(2, 20 + n)
         for at, (e, g) in enumerate([*zip(*(x[:5] for x in first), strict=True), *zip(*second, strict=True)]):
@@ -66,7 +65,8 @@ def test_every_token_is_kept_with_what_it_is(configured: Callable[..., Any], tmp
     for _ in range(3):
         runner._prepare_inputs(scheduled(), np.array([1, 1]))
         run(own, 2, seed=40)
-    assert len(load_trace(path)) == 9 and own.tracing.running is None, "it ends where it was told to"
+    own.part()
+    assert len(load_trace(path)) == 9, "it ends where it was told to"
 
 
 def test_warm_ups_and_dummy_runs_are_no_traffic(configured: Callable[..., Any], tmp_path: Path) -> None:
@@ -74,7 +74,6 @@ def test_warm_ups_and_dummy_runs_are_no_traffic(configured: Callable[..., Any], 
     runner._prepare_inputs(scheduled(), np.array([2, 3]))
     run(own, 5, seed=0)
     own.begin()
-    assert own.tracing.collector.tokens == 0
     runner._prepare_inputs(scheduled(), np.array([1, 1]))
     run(own, 2, seed=0)
     runner._dummy_run(4)  # another rank's step: what was there is taken out first
@@ -92,9 +91,9 @@ def test_without_it_nothing_is_there(configured: Callable[..., Any], tmp_path: P
 
 
 def test_what_cannot_be_traced_is_refused(configured: Callable[..., Any], tmp_path: Path) -> None:
-    _, own = engine(configured, tmp_path / "a.trace")
+    own = skipping.find(configured(trace=str(tmp_path / "a.trace")))
     with pytest.raises(IntegrationError, match="sequence parallel"):
-        own.divide(own.deciders.layers["0"], 0)
+        own.add(0, "model.layers.0", FOUND, rank=0)
     for wrong in ({"trace": 3}, {"trace": "a", "trace_tokens": 0}, {"trace": "a", "trace_tokens": True}):
         with pytest.raises(OptionError, match="trace"):
             Settings.from_dict(wrong)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from ..errors import BudgetError, OutputError
+from ..errors import BudgetError, OptionError, OutputError
 from . import options as opt
 from . import show
 from .app import command
@@ -58,6 +58,8 @@ def plan(
 
     Stopped by Ctrl-C, the same command goes on. --no-correct and --no-fidelity leave the first pass alone.
     """
+    if tables and text:
+        raise OptionError("--tables makes no pass over a text: leave --text out.")
     if tables:
         return _add_tables(model, output, loading.device, as_json)
     from ..checkpoint import MoEModel

@@ -54,16 +54,16 @@ def serve(
     dry_run: Annotated[bool, option(DRY_RUN)] = False,
 ) -> None:
     """Serve a model with vLLM. MODEL comes first; flags that are not listed here go to vLLM as they are."""
-    from ..decider.settings import by_phase
-    from ..engines.vllm.settings import Settings
+    from ..budget import Budget
+    from ..engines.vllm.settings import Settings, file_hash
 
     if not dry_run and not _installed():
         raise IntegrationError("vLLM is not installed. Install it with `pip install ace-moe[vllm]`.")
     phases = {"prefill": skip_prefill, "decode": skip_decode, "verify": skip_verify}
     named = {phase: own for phase, own in phases.items() if own is not None}
-    budget = {"prefill": skip, "decode": skip, **named} if named else skip
+    budget = Budget.parse({"prefill": skip, "decode": skip, **named})
     given = {
-        "skip": budget, **deciding.given, "workload": workload,
+        "skip": budget.to_json(), **deciding.given, "workload": workload,
         "kernels": parse_kernels(kernels), "allow_other_weights": allow_other_weights or None,
         "restore": restore, "track": track or None, "skip_max": skip_max, "target_tpot": target_tpot,
         "trace": trace and traced(trace, plan, text), "trace_tokens": trace_tokens,
@@ -72,9 +72,10 @@ def serve(
     refuse_flags(context.args)
     if trace is None and trace_tokens is not None:
         raise OptionError("--trace-tokens says how long a trace becomes: give --trace FILE with it.")
-    warn_of_loss(by_phase(budget).values() if restore is False else (), quiet)
+    warn_of_loss(budget if restore is False else (), quiet)
     path, mapped_on = _mapped(model, plan, Settings.from_dict(config), text)
     config |= {"plan": str(path)} | ({"workload": mapped_on} if mapped_on else {})
+    config |= {} if dry_run else {"plan_sha256": file_hash(path)}  # a command that is kept takes the plan as it is then
     check(model, Settings.from_dict(config))
     command = server_command(model, config, place_experts(model, context.args))
     if dry_run:
@@ -87,7 +88,7 @@ def _mapped(model: str, plan: Path | None, settings: Any, text: Path | None) -> 
     from ..checkpoint.loading import load_model
     from .mapped import mapped_plan
 
-    budgets = [*settings.budget.values, *([] if settings.skip_max is None else [settings.skip_max])]
+    budgets = [value for budget in settings.budgets for value in budget.values]
     if settings.track and text is None:
         budgets = []  # thresholds that move find the budget themselves
     other, workload = settings.allow_other_weights, settings.workload
@@ -172,7 +173,7 @@ def server(model: str) -> list[str]:
         metadata.version("vllm")
     except metadata.PackageNotFoundError:
         if _installed():
-            return [sys.executable, "-m", "ace_moe.engines.vllm.launch", "serve", model]
+            return [sys.executable, "-m", "ace_moe.engines.vllm", "serve", model]
     return [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", model]
 
 

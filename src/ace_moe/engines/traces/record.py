@@ -38,7 +38,7 @@ class Trace:
 
     layers: dict[str, Slots]
     requests: Tensor  # [T] int32
-    phases: Tensor  # [T] uint8, of deciders.rows.PHASES
+    phases: Tensor  # [T] uint8, of budget.PHASES
     budgets: Tensor  # [T] uint8
     skips: tuple[Skip, ...]
     fingerprint: Fingerprint | None

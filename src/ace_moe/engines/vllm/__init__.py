@@ -10,9 +10,10 @@ it is imported would only be logged by vLLM, and the server would run on without
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from ...budget import Budget, BudgetLike
 
 KEY = "ace"  # in vLLM's additional_config
 WORKER = "ace_moe.engines.vllm.control.AceWorker"
@@ -20,34 +21,33 @@ MIDDLEWARE = "ace_moe.engines.vllm.http.AceMiddleware"
 
 
 def register() -> None:
-    """vLLM calls this in the front end, the engine and every worker. A vLLM that is not asked to skip runs on, whatever of it
-    we do not find; one that is asked to is told."""
-    from .early import check_early
+    """Hook into vLLM, which calls this in the front end, the engine and every worker.
+
+    A vLLM that is not asked to skip runs on, whatever of it we do not find; one that is asked to is told: vLLM does not catch
+    an error here, and it would end also who never heard of skipping.
+    """
+    from . import preflight
 
     try:
-        _hook()
-    except Exception as error:  # vLLM does not catch it: it would end also who never heard of skipping
-        check_early(error)
+        from . import controller, requests
+        from .layers import register_layers
+
+        register_layers()
+        requests.listen()
+        controller.listen()
+    except Exception as error:
+        preflight.install(error)
     else:
-        check_early()
+        preflight.install()
 
 
-def _hook() -> None:
-    from . import requests, valve
-    from .layers import register_layers
-
-    register_layers()
-    requests.listen()
-    valve.listen()
-
-
-def engine_args(
-    plan: str | Path | None = None, skip: float | Mapping[str, float] = 0.0, **settings: Any
-) -> dict[str, Any]:
+def engine_args(plan: str | Path | None = None, skip: BudgetLike = 0.0, **settings: Any) -> dict[str, Any]:
     """Arguments of `vllm.LLM` or `EngineArgs` that switch skipping on. `plan` is a file or a plan of the hub, as owner/name;
     settings are those of the server (`Settings`) and the policy's own."""
     from ...plan.hub import located
+    from .settings import Settings
 
-    budget = dict(skip) if isinstance(skip, Mapping) else skip
     path = {} if plan is None else {"plan": str(located(plan).absolute())}
-    return {"additional_config": {KEY: {**path, "skip": budget, **settings}}, "worker_extension_cls": WORKER}
+    ace = {**path, "skip": Budget.parse(skip).to_json(), **settings}
+    Settings.from_dict(ace).chosen()
+    return {"additional_config": {KEY: ace}, "worker_extension_cls": WORKER}

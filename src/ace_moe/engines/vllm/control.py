@@ -5,13 +5,14 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
+from ...budget import Budget, BudgetLike
 from ...decider import Part, merge
-from ...decider.settings import Skip
-from ...errors import AceError, OptionError
-from .skipping import Skipping, find
+from ...errors import AceError, IntegrationError
+from .skipping import find
 
 OFF = "Skipping is not configured in this server. Start it with `ace serve`, or with an `ace` part in --additional-config."
 NOTICES = "notices"  # in a reply: what a budget is that was asked for, such as interpolated
+PLAN = "plan"  # in a reply: sha256 of the plan file that the worker read
 Reply = dict[str, Any]
 
 
@@ -25,24 +26,26 @@ class AceWorker:
 
     def ace_report(self) -> Reply:
         skipping = find(self.vllm_config)
-        return {"error": OFF} if skipping is None else skipping.part(**_place(self.vllm_config)).to_json()
+        if skipping is None:
+            return {"error": OFF}
+        return {**skipping.part(**_place(self.vllm_config)).to_json(), PLAN: skipping.settings.plan_sha256}
 
     def ace_set(
         self,
-        skip: Skip | None = None,
+        skip: BudgetLike | None = None,
         threshold: float | list[float] | None = None,
         restore: bool | None = None,
         reset: bool = False,
         workload: str | None = None,
     ) -> Reply:
-        """All of it or nothing: counters are reset once the budget is known to be one. Notices come with the reply."""
+        """Change what is skipped, and then reset counters: all of it or nothing. Notices come with the reply."""
         skipping = find(self.vllm_config)
         if skipping is None:
             return {"error": OFF}
         try:
             with warnings.catch_warnings(record=True) as noted:
                 warnings.simplefilter("always")
-                _set(skipping, skip, threshold, restore, workload)
+                skipping.change(None if skip is None else Budget.parse(skip), threshold, restore, workload)
         except AceError as error:
             return {"error": str(error)}
         if reset:
@@ -57,31 +60,8 @@ class AceWorker:
         return self.ace_report()
 
 
-def _set(
-    skipping: Skipping,
-    skip: Skip | None,
-    threshold: float | list[float] | None,
-    restore: bool | None,
-    workload: str | None,
-) -> None:
-    """All of it or nothing."""
-    if (skip is None) == (threshold is None) and (restore is None or skip is not None):
-        raise OptionError('Give either a budget ("skip") or a threshold, not both and not none.')
-    before = skipping.runtime.state.restores
-    if restore is not None:
-        skipping.set_restore(restore)
-    try:
-        if skip is not None:
-            skipping.set_skip(skip, workload)
-        elif threshold is not None:
-            skipping.set_threshold(threshold)
-    except AceError:
-        skipping.set_restore(before)
-        raise
-
-
 def _place(vllm_config: Any) -> dict[str, int]:
-    """Where this worker stands: ranks that see the same tokens count the same slots."""
+    """The ranks of this worker: those that see the same tokens count the same slots."""
     parallel = vllm_config.parallel_config
     tensor = parallel.tensor_parallel_size
     return {"tensor_rank": parallel.rank % tensor, "data_rank": parallel.data_parallel_rank}
@@ -102,34 +82,50 @@ def by_engine(replies: Any) -> dict[str, Reply]:
 
 
 def _parts(replies: Any) -> list[Part]:
-    return [Part.from_json({k: v for k, v in reply.items() if k != NOTICES}) for reply in replies]
+    return [Part.from_json({k: v for k, v in reply.items() if k not in (NOTICES, PLAN)}) for reply in replies]
+
+
+def check_start(replies: Any, sha256: str | None) -> None:
+    """Refuse a server some of whose workers do not skip, or read another plan than a front end with this hash.
+
+    Workers of one front end are given its hash; those of further nodes, and further front ends, read files of their own.
+    """
+    _parts(replies)
+    if len({reply.get(PLAN) for reply in replies} | ({sha256} - {None})) > 1:
+        raise IntegrationError(
+            "The processes of this server read different plans: the file differs between nodes, or was changed while they "
+            "started. Start the server again with one plan everywhere."
+        )
 
 
 # ---- the offline engine -----------------------------------------------------------------------------------------
 
 
 def report(llm: Any) -> Reply:
-    """What an offline `vllm.LLM` skipped since the last reset."""
+    """Report what an offline `vllm.LLM` skipped since the last reset."""
     return together(llm.collective_rpc("ace_report"))
 
 
-def set_skip(llm: Any, skip: Skip) -> Reply:
-    """Another budget for an offline `vllm.LLM`, at once."""
-    return _change(llm, skip=skip)
+def set_skip(llm: Any, skip: BudgetLike) -> Reply:
+    """Give an offline `vllm.LLM` another budget, at once."""
+    return change(llm, skip=Budget.parse(skip).to_json())
 
 
 def set_threshold(llm: Any, threshold: float | list[float]) -> Reply:
-    return _change(llm, threshold=threshold)
+    """Set τ itself, for all phases or as [prefill, decode]."""
+    return change(llm, threshold=threshold)
 
 
 def set_restore(llm: Any, on: bool) -> Reply:
     """Restore slots whose expert is read anyway, or no longer."""
-    return _change(llm, restore=on)
-
-
-def _change(llm: Any, **wanted: Any) -> Reply:
-    return together(llm.collective_rpc("ace_set", kwargs=wanted))
+    return change(llm, restore=on)
 
 
 def reset(llm: Any) -> None:
+    """Set counters to zero."""
     together(llm.collective_rpc("ace_reset"))
+
+
+def change(llm: Any, **wanted: Any) -> Reply:
+    """Change what an offline `vllm.LLM` skips; arguments are those of `ace_set`."""
+    return together(llm.collective_rpc("ace_set", kwargs=wanted))

@@ -11,12 +11,13 @@ redirect  the slot points at the token's own top expert with gate 0: no expert i
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...decider import Layer
+from ...decider import Decider
 from ...decider.executors import Chosen, Executor, Offer, choose, kept_alone
 from ...errors import IntegrationError
 from .backends import (
@@ -39,7 +40,7 @@ Run = Callable[..., Tensor]  # RoutedExperts.forward_modular of the layer
 
 
 class Native:
-    """`past`: the number of experts, where it is that and not −1 which the kernel leaves out."""
+    """The kernel leaves the slots out. `past`: the number of experts, where it is that and not −1 which it leaves out."""
 
     def __init__(self, tried: bool, past: int | None = None):
         self.name, self.past = "native" if tried else "native (not tried)", past
@@ -51,14 +52,17 @@ class Native:
 
 
 class Redirect:
+    """Skipped slots point at their token's top expert; the gate there is 0 already. Padding, all −1, goes to expert 0."""
+
     name = "redirect"
 
     def __call__(self, run: Run, x: Tensor, gates: Tensor, ids: Tensor, **shared: Any) -> Tensor:
-        return run(x=x, topk_weights=gates, topk_ids=redirected(gates, ids), **shared)
+        top = ids.gather(-1, gates.argmax(-1, keepdim=True)).clamp(min=0)
+        return run(x=x, topk_weights=gates, topk_ids=torch.where(ids < 0, top, ids), **shared)
 
 
 class Compact:
-    """Only kept slots of experts on this rank reach the kernel. CPU only: a host value."""
+    """Only kept slots of experts on this rank reach the kernel, as tokens with one slot each. CPU only: a host value."""
 
     name = "compact"
 
@@ -66,7 +70,13 @@ class Compact:
         self.experts = experts
 
     def __call__(self, run: Run, x: Tensor, gates: Tensor, ids: Tensor, **shared: Any) -> Tensor:
-        return compact(run, x, gates, ids, self.experts.expert_map)
+        experts_here = self.experts.expert_map
+        if experts_here is not None:
+            ids = torch.where(ids >= 0, experts_here[ids.clamp(min=0).long()].to(ids.dtype), ids)
+        keep = ids >= 0
+        if bool(keep.all()):
+            return run(x=x, topk_weights=gates, topk_ids=ids)
+        return kept_alone(lambda x, ids, gates: run(x=x, topk_weights=gates, topk_ids=ids), x, ids, gates, keep)
 
 
 class UpTo:
@@ -84,30 +94,31 @@ class UpTo:
 class Experts:
     """The experts of one layer; how they run is chosen when vLLM has built its kernel: after loading, or at the first pass."""
 
-    def __init__(self, runner: Any, layer: Layer, settings: Settings):
-        self.runner, self.experts, self.layer, self.settings = runner, runner.routed_experts, layer, settings
+    def __init__(self, runner: Any, decider: Decider, settings: Settings):
+        self.runner, self.experts, self.decider, self.settings = runner, runner.routed_experts, decider, settings
         self.kernel: Any = None  # the one that was chosen for
 
     def __call__(self, run: Run, x: Tensor, gates: Tensor, ids: Tensor, **shared: Any) -> Tensor:
         """x [T, d], gates and ids [T, k] with −1 at skipped slots → [T, d]."""
         self.choose()
-        return self.layer.chosen.executor(run, x, gates, ids, **shared)  # type: ignore[union-attr]
+        return self.decider.chosen.executor(run, x, gates, ids, **shared)  # type: ignore[union-attr]
 
     def choose(self) -> None:
         """By the kernel vLLM has built; again where it has built another, as it does when weights are reloaded."""
         kernel, settings = kernel_of(self.experts), self.settings
-        if self.layer.chosen is not None and kernel is self.kernel:
+        if self.decider.chosen is not None and kernel is self.kernel:
             return
         refuse_monolithic(self.experts)
         refuse_gathered(self.runner)
         offers = theirs_of(self.experts, kernel, untried=settings.executor == "native")
         theirs = choose(offers, settings.executor, self.experts.layer_name)
-        self.layer.chosen, self.kernel = self._with_ours(kernel, theirs), kernel
+        chosen, self.kernel = self._with_ours(kernel, theirs), kernel
+        self.decider.run_by(chosen)
         if isinstance(theirs.executor, Native):
             make_sums_aware(kernel)
             if settings.routing == "fused":
                 pack_routing(kernel)
-        if isinstance(theirs.executor, Redirect) and self.layer.chosen.executor.name != "kernels":
+        if isinstance(theirs.executor, Redirect) and chosen.executor.name != "kernels":
             warn_redirect(type(kernel).__name__, theirs.refused["native"])
 
     def _with_ours(self, kernel: Any, theirs: Chosen) -> Chosen:
@@ -136,7 +147,7 @@ class Experts:
 
 
 def refuse_monolithic(experts: Any) -> None:
-    """A kernel that routes by itself never shows its gates."""
+    """Refuse a kernel that routes by itself: it never shows its gates."""
     if experts.quant_method.is_monolithic:
         kernel = getattr(experts.quant_method, "experts_cls", None) or type(kernel_of(experts))
         raise IntegrationError(
@@ -146,7 +157,7 @@ def refuse_monolithic(experts: Any) -> None:
 
 
 def refuse_gathered(runner: Any) -> None:
-    """Known only when the kernel is built: kernels of the common kind dispatch tokens after they are routed."""
+    """Refuse a kernel that gathers tokens first; known only when it is built."""
     if runner.do_naive_dispatch_combine:
         raise IntegrationError(
             f"ACE cannot skip in {runner.layer_name}: this kernel gathers the tokens of all ranks before they are routed. Choose "
@@ -174,7 +185,7 @@ def _native(experts: Any, kernel: Any) -> Native:
 
 
 def make_sums_aware(kernel: Any) -> None:
-    """Rows of skipped slots are never written: the sum over slots has to be told which they are, also without EP."""
+    """Have the sum over slots told which rows are of skipped slots: those are never written, also without EP."""
     for part in parts_of(kernel):
         if mode_of(part).aware:  # type: ignore[union-attr]
             part.moe_sum = aware_sum
@@ -187,14 +198,14 @@ def aware_sum(input: Tensor, output: Tensor, topk_ids: Tensor | None = None, exp
 
 
 def pack_routing(kernel: Any) -> None:
-    """vLLM's own way from ids to a bit matrix takes six launches, which show in a decode step."""
+    """Pack ids into a bit matrix in one launch: vLLM's own way takes six, which show in a decode step."""
     for part in parts_of(kernel):
         if mode_of(part).distinct and kernels_release() == BITS[0]:  # type: ignore[union-attr]
             part._make_routing_data = routing_data
 
 
 def routing_data(topk_ids: Tensor, topk_weights: Tensor, num_local_experts: int) -> Any:
-    """What vLLM's `make_routing_data` gives, for the same arguments."""
+    """Return what vLLM's `make_routing_data` does for the same arguments."""
     from triton_kernels.routing import routing_from_bitmatrix
     from triton_kernels.tensor import Bitmatrix
 
@@ -206,35 +217,13 @@ def routing_data(topk_ids: Tensor, topk_weights: Tensor, num_local_experts: int)
     return routing_from_bitmatrix(matrix, gates, ids, num_local_experts, k)
 
 
-_warned: set[str] = set()
-
-
+@cache
 def warn_redirect(name: str, why: str) -> None:
-    if name not in _warned:
-        _warned.add(name)
-        logger.warning(
-            "ACE: %s: %s. Skipped slots are redirected to the token's top expert with gate 0: experts that no token keeps are "
-            "not read, which is what counts in small-batch decode, but the products are still computed, so prefill gets no "
-            "faster. `--moe-backend triton` avoids this where it applies.",
-            name,
-            why,
-        )
-
-
-# ---- the ways ---------------------------------------------------------------------------------------------------
-
-
-def redirected(gates: Tensor, ids: Tensor) -> Tensor:
-    """ids with the token's top expert in place of −1; the gate there is 0 already. Padding, all −1, goes to expert 0."""
-    top = ids.gather(-1, gates.argmax(-1, keepdim=True)).clamp(min=0)
-    return torch.where(ids < 0, top, ids)
-
-
-def compact(run: Run, x: Tensor, gates: Tensor, ids: Tensor, expert_map: Tensor | None) -> Tensor:
-    """Only kept slots of experts on this rank reach the kernel, as tokens with one slot each. CPU only: a host value."""
-    if expert_map is not None:
-        ids = torch.where(ids >= 0, expert_map[ids.clamp(min=0).long()].to(ids.dtype), ids)
-    keep = ids >= 0
-    if bool(keep.all()):
-        return run(x=x, topk_weights=gates, topk_ids=ids)
-    return kept_alone(lambda x, ids, gates: run(x=x, topk_weights=gates, topk_ids=ids), x, ids, gates, keep)
+    """Say once what redirecting costs."""
+    logger.warning(
+        "ACE: %s: %s. Skipped slots are redirected to the token's top expert with gate 0: experts that no token keeps are "
+        "not read, which is what counts in small-batch decode, but the products are still computed, so prefill gets no "
+        "faster. `--moe-backend triton` avoids this where it applies.",
+        name,
+        why,
+    )

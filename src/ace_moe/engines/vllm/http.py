@@ -19,23 +19,19 @@ import os
 import secrets
 from typing import Any
 
+from ...budget import Budget
 from ...errors import AceError, OptionError, brief
 from ...schema import Schema, flag, items, number, record, text
-from .control import by_engine, together
+from .control import by_engine, check_start, together
 from .metrics import exposition
+from .settings import settings_of
 
 PATH = "/ace"
 METHODS = "GET, POST, OPTIONS"
 LARGEST = 1 << 16  # bytes of a request
 PATIENCE = 30.0  # seconds to wait for the workers
 
-BUDGET, TAU = number(0, 1), number(0)
-PHASES = record({"prefill": BUDGET, "decode": BUDGET}, {"verify": BUDGET}, closed=True)
-BOTH = record({"both": BUDGET}, closed=True)
-
-
-def _budgets(value: Any, where: str) -> None:
-    (BUDGET if not isinstance(value, dict) else BOTH if "both" in value else PHASES)(value, where)
+TAU = number(0)
 
 
 def _thresholds(value: Any, where: str) -> None:
@@ -44,7 +40,7 @@ def _thresholds(value: Any, where: str) -> None:
 
 # what a POST may hold; each name is an argument of the workers' `ace_set`
 FIELDS: dict[str, Schema] = {
-    "skip": _budgets,
+    "skip": lambda value, where: None,  # `Budget.parse` says what it may be
     "threshold": _thresholds,
     "workload": text,
     "restore": flag,
@@ -80,9 +76,10 @@ class AceMiddleware:
             await self.app(scope, receive, send)
 
     async def _start(self, scope: Any, receive: Any, send: Any) -> None:
-        """A server in whose workers the plugin did not run, or found nothing to skip in, does not start."""
+        """Do not start a server in whose workers the plugin did not run or found nothing to skip in, or reads another plan."""
+        settings = settings_of(getattr(scope["app"].state.engine_client, "vllm_config", None))
         try:
-            await ask(scope, "ace_report")
+            check_start(await _replies(scope, "ace_report"), None if settings is None else settings.plan_sha256)
         except (AceError, TimeoutError) as error:
             await receive()
             return await send(
@@ -198,6 +195,8 @@ def _wanted(body: bytes) -> dict[str, Any]:
         del wanted["reset"]
     if not wanted:
         raise RequestError(400, f"The body asks for nothing. Send a JSON object such as {EXAMPLES}.")
+    if "skip" in wanted:
+        wanted["skip"] = Budget.parse(wanted["skip"]).to_json()
     if "skip" in wanted and "threshold" in wanted:
         raise RequestError(400, "Give either a budget (skip) or a threshold, not both.")
     if "workload" in wanted and "skip" not in wanted:

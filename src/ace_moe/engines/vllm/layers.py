@@ -59,7 +59,7 @@ def _runner(stock: type) -> type:
 
 
 def _route_outside(experts: type) -> None:
-    """Says, before vLLM chooses a kernel, that routing stays outside it: kernels that route by themselves step aside.
+    """Say, before vLLM chooses a kernel, that routing stays outside it: kernels that route by themselves step aside.
 
     In the class all experts derive from: models bring subclasses of their own (gpt-oss, dbrx), and vLLM replaces by name.
     """
@@ -81,11 +81,11 @@ def _current() -> Skipping | None:
     """The skipping of the model that is being built; None without a configuration, and for a draft model."""
     from vllm.config import get_current_vllm_config_or_none
 
-    return None if _is_draft() else configure(get_current_vllm_config_or_none())
+    return None if is_draft() else configure(get_current_vllm_config_or_none())
 
 
-def _is_draft() -> bool:
-    """vLLM tags what it builds. A layer's number does not tell: a draft's may begin at 0, where a later stage has none."""
+def is_draft() -> bool:
+    """Ask vLLM's tag of what is being built. A layer's number does not tell: a draft's may begin at 0."""
     from vllm.compilation import backends
 
     tag = getattr(backends, "model_tag", "backbone")
@@ -93,39 +93,37 @@ def _is_draft() -> bool:
 
 
 def attach(runner: Any, skipping: Skipping) -> None:
-    """Rule into the router, executor into the experts."""
+    """Put the rule into the runner's router and an executor into its experts."""
+    from vllm.distributed import get_tensor_model_parallel_rank
     from vllm.model_executor.models.utils import extract_layer_index
 
     config, experts = runner.moe_config, runner.routed_experts
-    refuse_monolithic(experts)
-    _refuse_router(runner)
-    _refuse_constants(runner)
-    found = {
+    refuse(runner)
+    sizes = {
         "experts": config.num_logical_experts,
         "top_k": config.experts_per_token,
         "hidden": config.hidden_dim_unpadded or config.hidden_dim,
         "intermediate": config.intermediate_size,
     }
-    layer = skipping.add(extract_layer_index(runner.layer_name), runner.layer_name, found)
-    if layer is None:
+    rank = get_tensor_model_parallel_rank() if config.is_sequence_parallel else None
+    decider = skipping.add(extract_layer_index(runner.layer_name), runner.layer_name, sizes, rank)
+    if decider is None:
         return
-    if config.is_sequence_parallel:
-        from vllm.distributed import get_tensor_model_parallel_rank
-
-        skipping.divide(layer, get_tensor_model_parallel_rank())
-    executor = Experts(runner, layer, skipping.settings)
+    executor = Experts(runner, decider, skipping.settings)
     skipping.later.append(executor.choose)
-    for name, part in (("ace_layer", layer), ("ace_executor", executor)):
+    for name, part in (("ace_decider", decider), ("ace_executor", executor)):
         object.__setattr__(runner, name, part)  # not as a child module: vLLM looks through those
     runner.router.__class__ = ruled_router(runner.router.__class__)
     experts.__class__ = sparing_experts(experts.__class__)
-    runner.router.ace_top_k = plain_top_k(runner.router) if layer.has_kernel and skipping.settings.fuses else None
+    runner.router.ace_top_k = (
+        plain_top_k(runner.router) if decider.kernel is not None and skipping.settings.fuses else None
+    )
     for part in (runner.router, experts):
         object.__setattr__(part, "ace_runner", runner)  # not as a child module: the runner owns both
 
 
 def plain_top_k(router: Any) -> TopK | None:
-    """The router as our kernel can take it over: vLLM's default one, and no other."""
+    """Describe the router for our kernel, which can take over vLLM's default one and no other."""
     from ...kernels.routing import TopK
 
     if type(router).__mro__[1].__name__ != "FusedTopKRouter" or router.scoring_func not in ("softmax", "sigmoid"):
@@ -133,25 +131,20 @@ def plain_top_k(router: Any) -> TopK | None:
     return TopK(router.top_k, router.scoring_func == "sigmoid", router.renormalize)
 
 
-def _refuse_router(runner: Any) -> None:
+def refuse(runner: Any) -> None:
+    """Refuse a layer whose router or experts would not do what the rule says."""
     from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
     from vllm.model_executor.layers.fused_moe.router.zero_expert_router import ZeroExpertRouter
 
-    router = runner.router
+    refuse_monolithic(runner.routed_experts)
+    router, why = runner.router, ""
     if not isinstance(router, BaseRouter) or isinstance(router, ZeroExpertRouter):
-        raise IntegrationError(
-            f"ACE cannot skip in {runner.layer_name}: its router ({type(router).__name__}) is not one of vLLM's common ones. "
-            "Serve this model without `ace`."
-        )
-
-
-def _refuse_constants(runner: Any) -> None:
-    """Behind the router such experts turn −1 into expert 0 with gate 0, which is run."""
-    if getattr(runner.routed_experts, "expert_substitution", None) is not None:
-        raise IntegrationError(
-            f"ACE cannot skip in {runner.layer_name}: some of its experts were replaced by constants, and vLLM runs a skipped "
-            "slot there all the same. Serve this model without `ace`."
-        )
+        why = f"its router ({type(router).__name__}) is not one of vLLM's common ones"
+    elif getattr(runner.routed_experts, "expert_substitution", None) is not None:
+        # behind the router such experts turn −1 into expert 0 with gate 0, which is run
+        why = "some of its experts were replaced by constants, and vLLM runs a skipped slot there all the same"
+    if why:
+        raise IntegrationError(f"ACE cannot skip in {runner.layer_name}: {why}. Serve this model without `ace`.")
 
 
 @cache
@@ -161,16 +154,16 @@ def ruled_router(stock: type) -> type:
     def _compute_routing(
         self: Any, hidden_states: Tensor, router_logits: Tensor, indices_type: Any, *, input_ids: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        layer, plain = self.ace_runner.ace_layer, self.ace_top_k
-        if plain is not None and not layer.observers:
-            ids, gates = layer.route(router_logits, plain, torch.float32, indices_type or torch.int32)
+        decider, plain = self.ace_runner.ace_decider, self.ace_top_k
+        if plain is not None and not decider.observers:
+            ids, gates = decider.route(router_logits, plain, torch.float32, indices_type or torch.int32)
             return gates, ids
         gates, ids = stock._compute_routing(  # type: ignore[attr-defined]
             self, hidden_states, router_logits, indices_type, input_ids=input_ids
         )
         if ids.device.type == "cpu":  # Dynamo traces this; elsewhere it runs inside vLLM's own opaque operator
             return torch.ops.vllm.ace_route(gates, ids, self.ace_runner.layer_name)
-        ids, gates = layer.decide(ids, gates)
+        ids, gates = decider.decide(ids, gates)
         return gates, ids
 
     return type(f"Ruled{stock.__name__}", (stock,), {"_compute_routing": _compute_routing, "__module__": __name__})
@@ -211,7 +204,7 @@ def _layer(name: str) -> Any:
 
 
 def _route(gates: Tensor, ids: Tensor, name: str) -> tuple[Tensor, Tensor]:
-    ids, gates = _layer(name).ace_layer.decide(ids, gates)
+    ids, gates = _layer(name).ace_decider.decide(ids, gates)
     return gates, ids
 
 

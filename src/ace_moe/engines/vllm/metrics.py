@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ...decider.rows import PHASES
-from ...decider.settings import by_phase
+from ...budget import PHASES, Budget
 
 
 def exposition(reports: Mapping[str, Mapping[str, Any]], model: str) -> str:
@@ -50,8 +49,9 @@ class _Collector:
         for engine, report in self.reports.items():
             for phase in PHASES:
                 threshold.add_metric([self.model, engine, phase], report["threshold"][phase])
-                if report["skip"] is not None:  # else only a threshold was set
-                    budget.add_metric([self.model, engine, phase], float(by_phase(report["skip"])[phase]))
+            if report["skip"] is not None:  # else only a threshold was set
+                for name, value in Budget.parse(report["skip"])._asdict().items():
+                    budget.add_metric([self.model, engine, name], value)
         yield threshold
         yield budget
 

@@ -1,5 +1,5 @@
-"""Budgets of single requests: checked where vLLM admits a request, carried in its sampling parameters, and kept apart in
-vLLM's prefix cache, because a prompt's keys and values depend on what was skipped.
+"""Budgets of single requests: parsed and checked where vLLM admits a request, carried in its sampling parameters, and kept
+apart in vLLM's prefix cache, because a prompt's keys and values depend on what was skipped.
 
     extra_body={"vllm_xargs": {"ace_skip": 0.3}}                     the OpenAI API
     SamplingParams(extra_args={"ace_skip": 0.3})                     the offline engine
@@ -9,13 +9,12 @@ vLLM's prefix cache, because a prompt's keys and values depend on what was skipp
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from functools import wraps
 from typing import Any
 
-from ...decider.rows import BUDGETS, Budget
-from ...decider.tracking import look_up
+from ...budget import Budget
+from ...decider.rows import BUDGETS
 from ...errors import AceError, OptionError
 from .settings import Settings, settings_of
 
@@ -25,37 +24,47 @@ MARK = "_ace_hooked"
 
 
 def asked(params: Any) -> Budget | None:
-    """What a request's parameters ask for; None if nothing. An error that names the value if it means nothing."""
+    """Parse the budget in a request's parameters, in hundredths; None without one."""
     extra = getattr(params, "extra_args", None)
-    given = {} if not isinstance(extra, Mapping) else {k: v for k, v in extra.items() if str(k).startswith(NAME)}
-    if not given:
+    named = {k: v for k, v in extra.items() if str(k).startswith(NAME)} if isinstance(extra, Mapping) else {}
+    if not named:
         return None
-    if set(given) == {NAME}:
-        return Budget(*[_number(given[NAME])] * 2)
-    if set(given) == set(BY_PHASE):
-        return Budget(*(_number(given[name]) for name in BY_PHASE))
-    raise OptionError(f"A request names {NAME}, or {BY_PHASE[0]} and {BY_PHASE[1]}; not {', '.join(map(str, given))}.")
+    if set(named) == {NAME}:
+        return Budget.parse(named[NAME]).rounded()
+    if set(named) == set(BY_PHASE):
+        prefill, decode = (named[name] for name in BY_PHASE)
+        return Budget.parse({"prefill": prefill, "decode": decode}).rounded()
+    raise OptionError(f"A request names {NAME}, or {BY_PHASE[0]} and {BY_PHASE[1]}; not {', '.join(map(str, named))}.")
 
 
-def _number(value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or not 0 <= value < 1:
-        raise OptionError(
-            f"{NAME} is a fraction from 0 to less than 1 of the routed slots, such as 0.3; not {value!r:.60}."
-        )
-    return round(float(value), 2)
+def carry(params: Any, budget: Budget) -> None:
+    """Leave the budget in the parameters in full, for workers to read as it stands."""
+    others = {k: v for k, v in params.extra_args.items() if not str(k).startswith(NAME)}
+    params.extra_args = {**others, NAME: budget._asdict()}
+
+
+def carried(params: Any) -> Budget | None:
+    """The budget that admission left in the parameters."""
+    extra = getattr(params, "extra_args", None) or {}
+    return Budget(**extra[NAME]) if NAME in extra else None
 
 
 class Admission:
-    """Whether the engine can serve a request's budget, known before anything is scheduled."""
+    """What requests may ask of the engine: checked before anything is scheduled, against the plan as it was at start.
+
+    `alone`: of an engine core, which sees the requests of all front ends.
+    """
 
     def __init__(self, vllm_config: Any, settings: Settings, alone: bool = False):
-        self.settings, self.model = settings, vllm_config.model_config.model
         servers = 1 if alone else max(1, getattr(vllm_config.parallel_config, "_api_process_count", 1) or 1)
         self.most = max(1, (BUDGETS - 1) // servers)  # each front end knows only the requests it admits
         self.known: set[Budget] = set()
-        self._opened: tuple[Any, Any] | None = None
+        self.settings = settings
+        self.plan = settings.read(vllm_config.model_config.model)
+        self.policy = settings.chosen(self.plan)
 
     def check(self, params: Any) -> Budget | None:
+        """The budget of a request that can be served, or an error that says why not."""
         budget = asked(params)
         if budget is None or budget in self.known:
             return budget
@@ -64,23 +73,17 @@ class Admission:
             raise OptionError(
                 f"This server has room for {self.most} budgets of requests and serves {served}. Use one of these."
             )
-        self._opened = self._opened or self.settings.open(self.model)
-        plan, policy = self._opened
-        look_up(plan, policy, budget.skip, self.settings.workload, self.settings.control)
+        self.settings.lookup(self.plan, self.policy, budget)
         self.known.add(budget)
         return budget
 
 
 def admission_of(processor: Any, alone: bool = False) -> Admission | None:
-    """The admission of a front end, or of an engine core (`alone`: it sees every request), made at its first request; None
-    without ACE."""
-    found = vars(processor).get("ace_admission")
-    if found is None:
+    """The admission of a front end or of an engine core (`alone`), made when it starts; None without ACE."""
+    if "ace_admission" not in vars(processor):
         settings = settings_of(processor.vllm_config)
-        if settings is None:
-            return None
-        found = processor.ace_admission = Admission(processor.vllm_config, settings, alone)
-    return found
+        processor.ace_admission = None if settings is None else Admission(processor.vllm_config, settings, alone)
+    return processor.ace_admission
 
 
 def salted(prefix: str, salt: str | None) -> str:
@@ -92,26 +95,46 @@ def salted(prefix: str, salt: str | None) -> str:
 
 
 def listen() -> None:
-    """Hook vLLM's admission and its engine core, on the classes: without an `ace` configuration they do as before."""
+    """Hook vLLM's admission and its engine core, on the classes: without an `ace` configuration they do as before.
+
+    `InputProcessor.process_inputs` sees every request of a front end, `EngineCore.preprocess_add_request` those of all front
+    ends, also of vLLM's in Rust, which has no hooks; an error in either is the request's alone. A core is hooked while it
+    starts, so the first of its methods that is called later (`_initialize_kv_caches`) makes its admission.
+    """
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.engine.input_processor import InputProcessor
 
     if MARK not in vars(InputProcessor):
-        InputProcessor.process_inputs = _admitting(InputProcessor.process_inputs)
+        InputProcessor.__init__ = opening(InputProcessor.__init__)
+        InputProcessor.process_inputs = admitting(InputProcessor.process_inputs)
         setattr(InputProcessor, MARK, True)
     if MARK not in vars(EngineCore):
-        EngineCore.preprocess_add_request = _in_epochs(EngineCore.preprocess_add_request)
-        EngineCore.collective_rpc = _beginning_epochs(EngineCore.collective_rpc)
+        EngineCore._initialize_kv_caches = opening(EngineCore._initialize_kv_caches, alone=True)
+        EngineCore.preprocess_add_request = in_epochs(EngineCore.preprocess_add_request)
+        EngineCore.collective_rpc = beginning_epochs(EngineCore.collective_rpc)
         setattr(EngineCore, MARK, True)
 
 
-def _admitting(stock: Callable[..., Any]) -> Callable[..., Any]:
+def opening(stock: Callable[..., Any], alone: bool = False) -> Callable[..., Any]:
+    """Read the plan at start: another command may write into its file while the server runs."""
+
+    @wraps(stock)
+    def start(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = stock(self, *args, **kwargs)
+        admission_of(self, alone)
+        return result
+
+    return start
+
+
+def admitting(stock: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(stock)
     def process_inputs(self: Any, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
         admission = admission_of(self)
         budget = None if admission is None else _checked(admission, params)
         request = stock(self, request_id, prompt, params, *args, **kwargs)
         if budget is not None:
+            carry(request.sampling_params, budget)  # vLLM's own copy, not the user's
             request.cache_salt = salted(f"ace={budget}", request.cache_salt)
         return request
 
@@ -127,12 +150,8 @@ def _checked(admission: Admission, params: Any) -> Budget | None:
         raise VLLMValidationError(str(error), parameter="vllm_xargs") from None
 
 
-def _in_epochs(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """Requests under the server's own budget: what was cached before it was changed is not theirs.
-
-    Not every front end is ours to hook (vLLM's in Rust): what a request asks for is looked at here again. An error is this
-    request's alone; in the middle of a step it would end the engine.
-    """
+def in_epochs(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """Check requests of front ends that have no hooks, and keep what is cached under the server's own budget apart by epoch."""
 
     @wraps(stock)
     def preprocess_add_request(self: Any, request: Any) -> Any:
@@ -140,6 +159,7 @@ def _in_epochs(stock: Callable[..., Any]) -> Callable[..., Any]:
         budget = None if admission is None else admission.check(request.sampling_params)
         own, epoch = f"ace={budget}", vars(self).get("_ace_epoch", 0)
         if budget is not None:
+            carry(request.sampling_params, budget)
             request.cache_salt = salt if salt.startswith(f"{own};") else salted(own, salt)
         elif admission is not None and (epoch or salt.startswith("ace")):  # a user's own salt may look like one of ours
             request.cache_salt = salted(f"ace#{epoch}", salt)
@@ -148,11 +168,11 @@ def _in_epochs(stock: Callable[..., Any]) -> Callable[..., Any]:
     return preprocess_add_request
 
 
-def _beginning_epochs(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """A change of what the workers skip begins an epoch, whoever asks for it; one that is refused begins none.
+def beginning_epochs(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """Bump the epoch after a change of what the workers skip, whoever asks for it; one that is refused bumps nothing.
 
-    Behind the change: a request that came in between is of the old epoch, which none will read from again. Of a new one it
-    would leave what it computed before the change, and all that begin with the same tokens would read that.
+    After the change: requests admitted in between stay in the old cache namespace, which no later request reads. In the new
+    one they would leave what they computed before the change.
     """
 
     @wraps(stock)

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from ...budget import NONE, Budget
 from ...checkpoint import MoEModel
-from ...decider.settings import Skip, check_tables, policy_for
-from ...decider.tracking import Control, look_up
-from ...errors import IntegrationError, OptionError, PolicyError, brief
-from ...plan import Plan
+from ...decider.thresholds import Control, Thresholds, thresholds_for
+from ...errors import IntegrationError, OptionError, PlanError, PolicyError, brief
+from ...plan import Lookup, Plan
 from ...plan.hub import load_plan
-from ...policies import AUTO, Policy, choose
-from ...tables import TABLES
+from ...policies import AUTO, Policy, choose, policy_for
 from ...tables.build import add_tables, automatic_plan
+from ...tables.check import check_tables
 from . import KEY
 
 logger = logging.getLogger("vllm.ace_moe")
@@ -40,7 +45,7 @@ TRIED = ("0.32", "0.33")  # releases of vLLM
 
 
 def unknown_vllm(error: Exception) -> IntegrationError:
-    """What we hook into is not where it was."""
+    """The error for a vLLM in which something we hook into is missing."""
     import vllm
 
     return IntegrationError(
@@ -50,16 +55,29 @@ def unknown_vllm(error: Exception) -> IntegrationError:
 
 
 def batch_invariant() -> bool:
-    """Whether vLLM was asked that a token's result does not depend on its batch."""
+    """Ask whether vLLM keeps a token's result independent of its batch."""
     return os.environ.get("VLLM_BATCH_INVARIANT", "0") not in ("", "0")
+
+
+@contextmanager
+def plain_torch() -> Iterator[None]:
+    """Read checkpoints and plans in fp32 on the CPU: vLLM builds layers under the model's own default type and device."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        with torch.device("cpu"):
+            yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 @dataclass(frozen=True)
 class Settings:
-    """`policy_settings` holds gain, min_active, min_mass and the policy's own parameters."""
+    """The checked `ace` part of a configuration; `policy_settings` holds gain, min_active, min_mass and the policy's own."""
 
     plan: str | None = None
-    skip: Skip = 0.0
+    plan_sha256: str | None = None  # of the plan file's bytes: every process of a server reads the same ones
+    skip: Budget = NONE
     policy: str | Policy = AUTO
     preset: str | None = None
     workload: str | None = None
@@ -77,17 +95,16 @@ class Settings:
 
     @classmethod
     def from_dict(cls, given: object) -> Settings:
-        """From JSON. A key that is no setting of the server is taken for one of the policy, which knows its own."""
+        """Parse JSON. A key that is not a setting of the server goes to the policy, which refuses what it does not know."""
         if not isinstance(given, Mapping):
             raise OptionError(
                 f"The `ace` part of additional_config is {given!r:.60}; it must be an object such as "
                 '{"plan": "plan.safetensors", "skip": 0.5}.'
             )
-        own = {f.name for f in fields(cls)} - {"policy_settings"}
-        settings = cls(
-            **{k: v for k, v in given.items() if k in own},
-            policy_settings={k: v for k, v in given.items() if k not in own},
-        )
+        names = {f.name for f in fields(cls)} - {"policy_settings"}
+        own = {k: v for k, v in given.items() if k in names}
+        own["skip"] = Budget.parse(own.get("skip", NONE))
+        settings = cls(**own, policy_settings={k: v for k, v in given.items() if k not in names})
         settings._check()
         return settings
 
@@ -102,13 +119,15 @@ class Settings:
             raise OptionError(
                 f'`kernels` is "auto", true, false or the largest number of tokens for our kernels, not {self.kernels!r}.'
             )
+        if not isinstance(self.plan_sha256, str | None):
+            raise OptionError(f"`plan_sha256` is the sha256 of the plan file, not {self.plan_sha256!r:.60}.")
         if not isinstance(self.workload, str | None):
             raise OptionError(f"`workload` is the name of a text, not {self.workload!r:.60}.")
         for name in ("restore", "track", "allow_other_weights"):
             given = getattr(self, name)
             if given is not None and not isinstance(given, bool):
                 raise OptionError(f"`{name}` is true or false, not {given!r:.60}.")
-        check_valve(self.skip, self.skip_max, self.target_tpot)
+        check_load(self.skip, self.skip_max, self.target_tpot)
         count = self.trace_tokens
         if not isinstance(self.trace, str | None) or not isinstance(count, int) or isinstance(count, bool) or count < 1:
             raise OptionError(
@@ -119,19 +138,28 @@ class Settings:
     def control(self) -> Control:
         return "track" if self.track else "fixed"
 
-    def check_budgets(self, plan: Plan, policy: Policy) -> None:
-        """Whether the plan has thresholds for what may be asked of the engine."""
-        for budget in (self.skip, *([] if self.skip_max is None else [self.skip_max])):
-            look_up(plan, policy, budget, self.workload, self.control)
+    def lookup(self, plan: Plan, policy: Policy, budget: Budget, workload: str | None = None) -> Thresholds:
+        """τ by phase for a budget, on the server's text or another."""
+        lookup = Lookup(plan, policy.settings, workload or self.workload)
+        return thresholds_for(lookup, budget.check(plan.top_k, policy.min_active), self.control)
 
-    def chosen(self, plan: Plan | None = None, served: bool = True) -> Policy:
-        """The policy, which a plan may choose; one that can be served."""
+    @property
+    def budgets(self) -> list[Budget]:
+        """What the server itself may run under: its budget, and how far that may rise."""
+        return [self.skip, *([] if self.skip_max is None else [Budget.parse(self.skip_max)])]
+
+    def check_budgets(self, plan: Plan, policy: Policy) -> None:
+        """Refuse a plan without thresholds for the server's budgets."""
+        for budget in self.budgets:
+            self.lookup(plan, policy, budget)
+
+    def chosen(self, plan: Plan | None = None) -> Policy:
+        """The policy that is meant, which a plan may choose; refused if it cannot be served."""
         if plan is None:
             policy = choose(self.policy, self.preset, **self.policy_settings)
         else:
-            policy = policy_for(plan, self.policy, self.preset, self.workload, served=served, **self.policy_settings)
-        if served:
-            check_policy(policy)
+            policy = policy_for(plan, self.policy, self.preset, self.workload, served=True, **self.policy_settings)
+        check_policy(policy)
         return policy
 
     @property
@@ -144,35 +172,66 @@ class Settings:
         """Up to how many tokens our kernels run the experts, where they can."""
         return EVERY if self.kernels == "auto" or self.kernels is True else int(self.kernels)
 
-    def open(self, model: str | Path | None, served: bool = True) -> tuple[Plan, Policy]:
-        """The plan and the policy, checked; same errors and words as in transformers. Tables it lacks are made from the
-        checkpoint's weights, where that is known. `served`: False where transformers runs it, which can do more."""
-        self.chosen(served=served)  # what cannot be served is said before tables are computed
-        plan = load_plan(self.plan) if self.plan or model is None else automatic_plan(model)  # type: ignore[arg-type]
-        policy = self.chosen(plan, served)
-        if model is None:
-            check_tables(plan, policy, set())
-            return plan, policy
-        check_tables(plan, policy, set(TABLES))
-        if not self.plan:
+    @plain_torch()
+    def read(self, model: str | Path) -> Plan:
+        """The plan as its file holds it; where none is named, the one that is kept for this model."""
+        if self.plan is None:
+            return automatic_plan(model)
+        return load_plan(self.plan) if self.plan_sha256 is None else read_agreed(self.plan, self.plan_sha256)
+
+    @plain_torch()
+    def open(self, model: str | Path) -> tuple[Plan, Policy]:
+        """The plan and the policy, checked; tables that the policy reads and the plan lacks are made from the weights."""
+        self.chosen()  # what cannot be served is said before tables are computed
+        plan = self.read(model)
+        policy = self.chosen(plan)
+        check_tables(plan, policy)
+        if self.plan is None:
             return automatic_plan(model, policy.tables), policy
         if plan.lacks(policy.tables) and self.allow_other_weights:  # or adding to the plan would be refused
             plan = plan.check_model(MoEModel.open(model).fingerprint(), allow_other_weights=True)
         return add_tables(plan, policy.tables, model), policy
 
 
-def check_valve(skip: object, most: object, target: object) -> None:
-    """Both or none, and bounds that leave room."""
+# ---- the plan's file ------------------------------------------------------------------------------------------------
+
+
+def file_hash(path: str | Path) -> str:
+    """sha256 of a plan file's bytes, by which the processes of a server agree on it."""
+    try:
+        return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+    except OSError as error:
+        raise PlanError(
+            f"There is no plan at {path} that can be read ({error.strerror or error}). Check the path."
+        ) from error
+
+
+@lru_cache(maxsize=4)
+def read_agreed(path: str, sha256: str) -> Plan:
+    """The plan of a server, read once in each of its processes: the bytes that its front end saw, or an error."""
+    before, plan = file_hash(path), load_plan(path)
+    if {before, file_hash(path)} != {sha256}:  # twice: another command may replace the file in between
+        raise PlanError(
+            f"{path} is not the plan that this server was started with: it was changed in between. Start the server again."
+        )
+    return plan
+
+
+# ---- what is refused ------------------------------------------------------------------------------------------------
+
+
+def check_load(skip: Budget, most: object, target: object) -> None:
+    """Refuse a target time without room for the budget to rise, and room without a target."""
     if most is None and target is None:
         return
     if most is None or target is None:
         raise OptionError(
             "--skip-max and --target-tpot go together: how far the budget may rise, and the milliseconds it is for."
         )
-    if isinstance(skip, Mapping):
+    if not skip.uniform:
         raise OptionError("--skip-max works with one budget for all phases.")
     numbers = all(isinstance(x, (int, float)) and not isinstance(x, bool) for x in (most, target))
-    if not numbers or not float(skip) < float(most) < 1 or not 0 < float(target) < 1e6:  # type: ignore[arg-type]
+    if not numbers or not skip.decode < float(most) < 1 or not 0 < float(target) < 1e6:  # type: ignore[arg-type]
         raise OptionError(
             f"--skip-max is a budget above --skip ({skip}) and below 1, --target-tpot a time in milliseconds; "
             f"not {most!r}, {target!r}."
@@ -180,23 +239,18 @@ def check_valve(skip: object, most: object, target: object) -> None:
 
 
 def settings_of(vllm_config: Any) -> Settings | None:
-    """What an engine was asked for, before its layers are built or after; None for an engine without ACE."""
-    given = getattr(vllm_config, "additional_config", None)
-    if hasattr(given, "skipping"):
-        return given.skipping.settings  # type: ignore[union-attr]
-    found = given.get(KEY) if isinstance(given, Mapping) else None
-    return Settings.from_dict(found) if isinstance(found, Mapping) else None
+    """The settings of an engine, before its layers are built or after; None for an engine without ACE."""
+    additional = getattr(vllm_config, "additional_config", None)
+    if hasattr(additional, "skipping"):
+        return additional.skipping.settings  # type: ignore[union-attr]
+    ace = additional.get(KEY) if isinstance(additional, Mapping) else None
+    return Settings.from_dict(ace) if isinstance(ace, Mapping) else None
 
 
 def check_policy(policy: Policy) -> None:
-    """Only methods that decide a token by its gates and tables can be served: batches there mix requests."""
-    if policy.servable:
+    """Refuse a method that looks at more than a token's gates and tables: batches mix requests here."""
+    if policy.by_token:
         return
-    if repair := getattr(policy, "compensate", None):
-        raise PolicyError(
-            f"compensate={repair!r} cannot be served: what stands in for skipped slots is added by our executors in "
-            "transformers alone. Leave it out."
-        )
     raise PolicyError(
         f"Policy {policy.key!r} cannot be served: it looks at more than a token's gates and tables, such as its batch, router "
         "logits or expert outputs. Policies ace, gsp, rcr, share and other token policies can."

@@ -1,25 +1,33 @@
-"""The skipping of one engine in one process: its runtime, the rows of its steps, and how vLLM's layers join it."""
+"""The skipping of one engine in one process: its deciders, the classes of its tokens, and how vLLM's layers join it."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from ...decider import Layer, Part, Runtime
-from ...decider.rows import BUDGETS, Budget
-from ...decider.settings import Skip, check_threshold
-from ...decider.tracking import look_up
-from ...errors import AceError, IntegrationError, PlanError
+from ...budget import Budget
+from ...decider import Decider, Deciders, Part, Thresholds
+from ...decider.rows import BUDGETS
+from ...decider.thresholds import check_threshold
+from ...errors import IntegrationError, OptionError, PlanError
 from ...kernels import usable
 from ...plan import structure_difference
 from . import KEY
-from .requests import asked
-from .rows import Rows, Share, Step, listen
-from .settings import Settings, batch_invariant, check_content, logger, refuse_unsupported, unknown_vllm
+from .requests import carried
+from .settings import (
+    Settings,
+    batch_invariant,
+    check_content,
+    logger,
+    plain_torch,
+    refuse_unsupported,
+    unknown_vllm,
+)
+from .steps import RankClasses, Step, TokenClasses, listen
 from .tracing import requests_of, tracing_of
 
 SKIPPED = -1  # the id of a skipped slot: what vLLM itself gives padding
@@ -64,65 +72,68 @@ def configure(vllm_config: Any) -> Skipping | None:
 
 
 class Skipping:
-    """Layers register themselves as vLLM builds them; `set_skip` and `part` serve the control side."""
+    """Layers register themselves as vLLM builds them; `change` and `part` serve the control side."""
 
     def __init__(self, vllm_config: Any, settings: Settings):
         refuse_unsupported(vllm_config, traced=settings.trace is not None)
         self.settings, self.workload, self.model = settings, settings.workload, vllm_config.model_config.model
-        with plain_torch():
-            plan, policy = settings.open(self.model)
-            if _first_rank():
+        plan, policy = settings.open(self.model)
+        if _first_rank():
+            with plain_torch():
                 check_content(plan, self.model, settings.allow_other_weights)
         self.decoder_layers = int(vllm_config.model_config.hf_text_config.num_hidden_layers)
         self.whole = vllm_config.parallel_config.pipeline_parallel_size == 1
         self.device = torch.device(vllm_config.device_config.device)
-        self.rows = Rows(vllm_config.scheduler_config.max_num_batched_tokens, self.device)
-        self.runtime = Runtime(plan, policy, BUDGETS, restore=restores(settings.restore))
-        self.skip: Skip | None = None
+        self.classes = TokenClasses(vllm_config.scheduler_config.max_num_batched_tokens, self.device)
+        self.deciders = Deciders(plan, policy, BUDGETS, restore=restores(settings.restore))
+        self.skip: Budget | None = None  # the server's own; None where a threshold was set
         self.split = False
         self.owned: dict[str, int] = {}  # requests with budgets of their own, and the number of their budget
-        self.budgets: list[Budget] = []  # of requests; number 0 is the server's
+        self.budgets: list[Budget] = []  # of requests, from number 1 on; number 0 is the server's
         self.tracing = tracing_of(vllm_config, settings, plan.fingerprint, self.device)
         self.later: list[Callable[[], None]] = []  # what waits for vLLM's kernels: executors are chosen then
-        self.set_skip(settings.skip)
+        self.change(skip=settings.skip)
         logger.info("ACE: policy %s", json.dumps(policy.settings))
-
-    @property
-    def policy(self) -> Any:
-        return self.runtime.policy
-
-    def describe(self) -> str:
-        prefill, decode, verify = self.runtime.state.tau[1:4].tolist()
-        return f"budget {self.skip!r}: τ = {prefill:.6f} in prefill, {decode:.6f} in decode, {verify:.6f} in verify"
 
     # ---- layers -------------------------------------------------------------------------------------------------
 
-    def add(self, index: int, name: str, found: Mapping[str, int]) -> Layer | None:
-        """The layer with this decoder number; None for a draft model's layer, which is left as it is."""
-        key, plan = str(index), self.runtime.plan
+    def add(self, index: int, name: str, sizes: Mapping[str, int], rank: int | None = None) -> Decider | None:
+        """The decider of the layer with this number; None for a draft model's layer, which is left as it is.
+
+        `rank`: of a rank that sees only its own part of every step (sequence parallel).
+        """
+        key, plan = str(index), self.deciders.plan
         structure = plan.fingerprint.structure
-        if key in self.runtime.layers or index >= self.decoder_layers:  # the model itself is built before its drafts
+        if key in self.deciders or index >= self.decoder_layers:  # the model itself is built before its drafts
             logger.warning("ACE: %s is of a draft model, of which the plan knows nothing: left unskipped.", name)
             return None
         if key not in structure:
             raise PlanError(
                 f"The plan has no layer {key} ({name}); it is of another model ({plan.model or 'unnamed'}) or this layer is "
-                "built in a way `ace tables` does not cover. Build one with `ace tables`."
+                "built in a way that plans do not cover. Build one with `ace plan MODEL -o FILE`."
             )
-        wanted = {n: v for n, v in structure[key].items() if n in found and v}
-        difference = structure_difference({key: wanted}, {key: found})
+        expected = {n: v for n, v in structure[key].items() if n in sizes and v}
+        difference = structure_difference({key: expected}, {key: sizes})
         if difference:
             raise PlanError(
-                f"The plan is of another model ({plan.model or 'unnamed'}): {difference}. Build one with `ace tables`."
+                f"The plan is of another model ({plan.model or 'unnamed'}): {difference}. Build one with "
+                "`ace plan MODEL -o FILE`."
             )
-        layer = self.runtime.add(key, SKIPPED, self.device, kernels=usable(self.device), opaque=False)
-        layer.tokens = self.rows
-        if self.tracing is not None:
-            layer.trace = self.tracing.keeper(key)
-        return layer
+        if rank is not None:
+            self._refuse_parts()
+            self.split = True
+        return self.deciders.add(
+            key,
+            skipped=SKIPPED,
+            tokens=self.classes if rank is None else RankClasses(self.classes, rank),
+            device=self.device,
+            kernels=usable(self.device),
+            opaque=False,
+            trace=None if self.tracing is None else self.tracing.keeper(key),
+        )
 
-    def divide(self, layer: Layer, rank: int) -> None:
-        """The layer sees only this rank's part of every step."""
+    def _refuse_parts(self) -> None:
+        """Refuse what a rank that sees a part of every step cannot do."""
         if self.settings.track:
             raise IntegrationError(
                 "Thresholds cannot keep a budget by themselves (track) where ranks see parts of a step (sequence parallel): they "
@@ -132,11 +143,10 @@ class Skipping:
             raise IntegrationError(
                 "A rank that sees a part of each step (sequence parallel) cannot trace it. Leave out one."
             )
-        layer.tokens, self.split = Share(self.rows, rank), True
 
     def ready(self) -> None:
-        """After the model is loaded and before it serves: every layer is there and knows how it runs."""
-        missing = sorted(set(self.runtime.plan.fingerprint.structure) - set(self.runtime.layers))
+        """Check, after the model is loaded and before it serves, that every layer is there, and choose how it runs."""
+        missing = sorted(set(self.deciders.plan.fingerprint.structure) - set(self.deciders))
         if self.whole and missing:
             raise IntegrationError(
                 f"vLLM runs layer {missing[0]} (and {len(missing) - 1} more) outside its common MoE layer, where ACE cannot "
@@ -144,23 +154,27 @@ class Skipping:
             )
         for choose in self.later:
             choose()
-        if self.settings.track and self.runtime.layers:
-            self.runtime.track()
-            last = max(self.runtime.layers, key=int)
-            self.runtime.layers[last].after = self.runtime.after_step
+        if self.settings.track and self.deciders:
+            self.deciders.control()
+            last = max(self.deciders, key=int)
+            self.deciders[last].after = self.deciders.after_step
+
+    # ---- steps --------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Warm-ups are over: what they ran is no request's."""
-        self.rows.clear()
-        self.reset()
+        """Forget what warm-ups ran: it is not a request's."""
+        self.classes.clear()
+        self.deciders.reset()
         if self.tracing is not None:
             self.tracing.forget()
 
-    def trace(self, step: Step, runner: Any, result: Any) -> None:
-        """What a step computes is about to be traced."""
-        assert self.tracing is not None
-        names, skips = requests_of(runner, result, len(step.lengths)), [self.skip, *(b.skip for b in self.budgets)]
-        self.tracing.begin(step, names, skips)
+    def step(self, step: Step, runner: Any, result: Any) -> None:
+        """Say what each token is of the step that is about to run."""
+        if self.tracing is not None:
+            names = requests_of(runner, result, len(step.lengths))
+            budgets = [self.skip, *self.budgets]
+            self.tracing.begin(step, names, [None if b is None else b.to_json() for b in budgets])
+        self.classes.mark(step)
 
     @contextmanager
     def dummy(self, profile: bool) -> Iterator[None]:
@@ -168,38 +182,19 @@ class Skipping:
         if self.tracing is not None:
             self.tracing.flush()
         if not profile:
-            self.rows.clear()
+            self.classes.clear()
             yield
             return
-        self.rows.counting = False
-        self.rows.profile()
+        self.classes.counting = False
+        self.classes.profile()
         try:
             yield
         finally:
-            self.rows.counting = True
-            self.rows.clear()
-
-    # ---- control ------------------------------------------------------------------------------------------------
-
-    def set_skip(self, skip: Skip, workload: str | None = None) -> None:
-        """Another budget, at once: τ is copied into the tensor the kernels read. `workload`: by the thresholds of this text."""
-        before, self.workload = self.workload, workload or self.workload
-        try:
-            self._set(skip)
-        except AceError:
-            self.workload = before
-            raise
-        self.skip = dict(skip) if isinstance(skip, Mapping) else skip
-        logger.info("ACE: %s", self.describe())
-
-    def _set(self, skip: Skip, number: int = 0) -> None:
-        """Requests' budgets go by the text the server was started with: front ends have looked them up there."""
-        workload = self.settings.workload if number else self.workload
-        tau, targets = look_up(self.runtime.plan, self.policy, skip, workload, self.settings.control)
-        self.runtime.set(tau, number, targets)
+            self.classes.counting = True
+            self.classes.clear()
 
     def admit(self, scheduled: Any, alive: Container[str]) -> None:
-        """Requests of a step with budgets of their own, of those the runner knows; all ranks see the same, in the same order.
+        """Note a step's requests with budgets of their own, of those the runner knows; all ranks see the same, in one order.
 
         Not by what a step says has ended: a step without tokens says so too and is never prepared, and the name of one that
         was given up may come back in the same step.
@@ -207,37 +202,73 @@ class Skipping:
         for request in [r for r in self.owned if r not in alive]:
             del self.owned[request]
         for new in scheduled.scheduled_new_reqs:  # a preempted one may come as new again
-            budget = asked(new.sampling_params)
-            if budget is not None:
-                self.owned[new.req_id] = self._number(budget)
-            else:
-                self.owned.pop(new.req_id, None)
+            self.owned.pop(new.req_id, None)
+            if number := self._number(new):
+                self.owned[new.req_id] = number
 
-    def _number(self, budget: Budget) -> int:
-        if budget not in self.budgets:
-            if len(self.budgets) + 1 == BUDGETS:  # front ends do not let it come to this
-                logger.error("ACE: no room for a budget of %s; the request runs under the server's own.", budget)
+    def _number(self, request: Any) -> int:
+        """The number of a request's budget; 0, the server's own, also where none can be had: in the middle of a step an error
+        would end the engine, and admission has refused what the plan does not know."""
+        try:
+            budget = carried(request.sampling_params)
+            if budget is None:
                 return 0
-            self._set(budget.skip, len(self.budgets) + 1)
-            self.budgets.append(budget)
-        return self.budgets.index(budget) + 1
+            if budget not in self.budgets:
+                self._take_in(budget)
+            return self.budgets.index(budget) + 1
+        except Exception as error:
+            logger.error("ACE: request %s runs under the server's own budget: %s", request.req_id, error)
+            return 0
 
-    def set_restore(self, on: bool) -> None:
-        self.runtime.restore(on)
+    def _take_in(self, budget: Budget) -> None:
+        """Set τ of a further budget, by the text the server was started with: front ends have looked it up there."""
+        number = len(self.budgets) + 1
+        if number == BUDGETS:
+            raise OptionError(f"there is no room for a budget of {budget}.")
+        thresholds = self.settings.lookup(self.deciders.plan, self.deciders.policy, budget)
+        self.deciders.set(thresholds.tau, number, thresholds.targets)
+        self.budgets.append(budget)
 
-    def set_threshold(self, threshold: Any) -> None:
-        """τ itself, for all phases or as [prefill, decode]."""
-        self.runtime.set(check_threshold(threshold))
-        self.skip = None
+    # ---- control ------------------------------------------------------------------------------------------------
+
+    def change(
+        self,
+        skip: Budget | None = None,
+        threshold: float | Sequence[float] | None = None,
+        restore: bool | None = None,
+        workload: str | None = None,
+    ) -> None:
+        """Set another budget (by the thresholds of a text), τ itself, or whether slots are restored: all of it or nothing.
+
+        τ is copied into the tensor the kernels read, so it is in force at once.
+        """
+        if (skip is None) == (threshold is None) and (restore is None or skip is not None):
+            raise OptionError('Give either a budget ("skip") or a threshold, not both and not none.')
+        thresholds = None
+        if skip is not None:
+            workload = workload or self.workload
+            thresholds = self.settings.lookup(self.deciders.plan, self.deciders.policy, skip, workload)
+        elif threshold is not None:
+            thresholds = Thresholds(check_threshold(threshold))
+        if restore is not None:
+            self.deciders.restore(restore)
+        if thresholds is not None:
+            self.deciders.set(thresholds.tau, targets=thresholds.targets)
+            self.skip, self.workload = skip, workload or self.workload
+            said = ", ".join(f"{tau:.6f}" for tau in thresholds.tau.tolist())
+            logger.info("ACE: budget %s: τ = %s in prefill, decode and verify", skip, said)
 
     def reset(self) -> None:
-        self.runtime.reset()
+        """Set counters to zero."""
+        self.deciders.reset()
 
     def part(self, **place: Any) -> Part:
+        """What this process has to say for a report."""
         if self.tracing is not None:  # nobody waits for the last step of a busy hour
             self.tracing.flush()
             self.tracing.save()
-        return self.runtime.part(skip=self.skip, split=self.split, budgets=[str(b) for b in self.budgets], **place)
+        skip = None if self.skip is None else self.skip.to_json()
+        return self.deciders.part(skip=skip, split=self.split, budgets=[str(b) for b in self.budgets], **place)
 
 
 def restores(wanted: bool | None) -> bool:
@@ -248,18 +279,6 @@ def restores(wanted: bool | None) -> bool:
             "restore makes what a token runs depend on its batch, and VLLM_BATCH_INVARIANT asks that nothing does. Leave one out."
         )
     return not invariant if wanted is None else wanted
-
-
-@contextmanager
-def plain_torch() -> Iterator[None]:
-    """vLLM builds layers under the model's own default type and device; reading a checkpoint must not inherit them."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float32)
-    try:
-        with torch.device("cpu"):
-            yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 def _first_rank() -> bool:

