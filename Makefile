@@ -39,7 +39,7 @@ test-all: test test-long test-5.17 test-5.23 test-eval test-vllm
 # lm-eval and EvalScope themselves, in an environment that has them.
 HARNESSES := lm-eval==0.4.13 evalscope==1.14.1
 test-eval: $(VENV)-eval/.ready
-	$(VENV)-eval/bin/pytest tests/evaluate/test_harness.py
+	$(VENV)-eval/bin/pytest tests/lab/test_harness.py
 
 # vLLM on the CPU, in an environment of its own (3.4 GB), by both generations of its model runner: a CPU takes the first, a GPU
 # the second, whose kernels are interpreted here. About 20 minutes each on two cores, the smoke about 4 together.

@@ -20,9 +20,9 @@ from torch import Tensor
 
 from ace_moe import ACE, build_plan
 from ace_moe.checkpoint.loading import load_model, load_tokenizer, load_windows
-from ace_moe.lab.traffic.reading import read
-from ace_moe.lab.traffic.simulate import Counted, Simulation
+from ace_moe.lab.traffic.simulate import Simulation, StepCounts
 from ace_moe.lab.traffic.timing import fit
+from ace_moe.lab.traffic.tracing import read
 from ace_moe.policies import make
 from ace_moe.provenance import provenance
 
@@ -79,7 +79,7 @@ def measure(path: Path, text: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def compared(simulated: Counted, found: dict[str, float]) -> dict[str, float]:
+def compared(simulated: StepCounts, found: dict[str, float]) -> dict[str, float]:
     """Points of slots, and experts read as a part of what was read."""
     return {
         "slots": simulated.slots,

@@ -30,7 +30,7 @@ PASS = ("--tokens", 1024, "--window", 256)  # a text pass of a fraction of a sec
 
 @pytest.fixture(scope="module")
 def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`ace tables`, then `ace budget` for 30 % and 50 %. Tests that write take a copy."""
+    """`ace plan --tables`, then `ace budget` for 30 % and 50 %. Tests that write take a copy."""
     path = tmp_path_factory.mktemp("plan") / "plan.safetensors"
     assert run_ace("plan", MODEL, "--tables", "-o", path).code == 0
     options = ("--budgets", "0.3,0.5", "--policy", "ace")  # what comes after takes the policy from the plan

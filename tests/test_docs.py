@@ -30,13 +30,13 @@ STANDS_FOR = {
 }  # fmt: skip
 NOT_RUN = {
     r"^ace serve (?!.*--dry-run)": "becomes vLLM's server",
-    r"^ace bench": "times a model; tests/bench runs it",
-    r"^ace (lm-eval|eval)": "needs lm-eval or EvalScope; tests/evaluate runs them where they are",
+    r"^ace bench": "times a model; tests/lab runs it",
+    r"^ace (lm-eval|eval)": "needs lm-eval or EvalScope; tests/lab runs them where they are",
     r"^ace plans|--push": "a hub; tests/plan has one",
     r"^ace demo": "a minute; `make demo` runs it",
     r"^ace chat": "a conversation; tests/test_cli.py has one",
     r"--workers|--layers|--stream|--expand|--device-map": "several machines, quantised files or accelerate; tests/checkpoint",
-    r"--methods all|^ace study|--max-kl": "minutes; tests/evaluate and tests/planning run them",
+    r"--methods all|^ace study|--max-kl": "minutes; tests/lab and tests/planning run them",
     r"^ace (compare|study thresholds) (demo|lab)-": "many minutes: it made a stored result",
     r"^ace report .*eval.json|served.trace|latency.json": "reads what commands leave that are not run here",
     r"…|\.\.\.|\[--": "a pattern, not a command",

@@ -22,7 +22,7 @@ from ace_moe.decoding import Decoder
 from ace_moe.demo import MODEL
 from ace_moe.errors import CheckpointError, IntegrationError, OptionError, TaskError, TextError
 from ace_moe.lab.harnesses.base import folder_without_code
-from ace_moe.lab.tasks.tasks import TASKS, read_rows
+from ace_moe.lab.tasks.catalogue import TASKS, read_rows
 from ace_moe.text import read_text
 from command import run_ace
 

@@ -81,7 +81,7 @@ def commands() -> str:
     import typer.main
 
     from ace_moe import cli
-    from ace_moe.cli.common import PANELS
+    from ace_moe.cli.app import PANELS
 
     group: Any = typer.main.get_command(cli.app)
     named = [name for names in PANELS.values() for name in names]

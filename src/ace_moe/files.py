@@ -103,10 +103,15 @@ def replace_whole(path: Path, data: bytes, private: bool = False) -> None:
     """
     path = Path(os.path.realpath(path))
     with locked(path.parent) as alone:
-        if alone:  # what killed writers of this file left: nobody is at work on it
-            for left in path.parent.glob(f".{glob.escape(path.name)}.*{UNFINISHED}"):
-                left.unlink(missing_ok=True)
+        if alone:
+            clear_unfinished(path)
         replace_here(path, data, private)
+
+
+def clear_unfinished(path: Path) -> None:
+    """Remove what killed writers of a file left, for a caller that has locked its folder: nobody is at work on it."""
+    for left in path.parent.glob(f".{glob.escape(path.name)}.*{UNFINISHED}"):
+        left.unlink(missing_ok=True)
 
 
 def replace_here(path: Path, data: bytes, private: bool = False) -> None:

@@ -50,16 +50,12 @@ class Task:
         """ "mapping, 50 %: 41 of 64, 1:20 left"."""
         names = [self.label]
         above = self.parent
-        while above is not None:
-            names.append(_count(above))
+        while above is not None:  # a task around another counts the one that is under way
+            of = "" if above.total is None else f" {min(above.done + 1, above.total)} of {above.total}"
+            names.append(above.label + of)
             above = above.parent
         amount, left = f"{self.done}" if self.total is None else f"{self.done} of {self.total}", self.left(now)
         return ", ".join(reversed(names)) + f": {amount}" + (f", {_clock(left)} left" if left is not None else "")
-
-
-def _count(task: Task) -> str:
-    """A task around another counts the one that is under way."""
-    return task.label if task.total is None else f"{task.label} {min(task.done + 1, task.total)} of {task.total}"
 
 
 def _clock(seconds: float) -> str:
@@ -95,7 +91,7 @@ def task(label: str, total: int | None = None, done: int = 0) -> Iterator[Task]:
 
 @contextmanager
 def shown(sink: Sink) -> Iterator[None]:
-    """Inside, tasks are told to this sink."""
+    """Report tasks to this sink."""
     before = SINK.set(sink)
     try:
         yield
@@ -119,7 +115,7 @@ class Calls:
 
 
 def told(call: Callable[[str, int, int | None], object] | None) -> Callable[[], AbstractContextManager[None]]:
-    """What to work in so that a function hears of progress; without a function, nothing."""
+    """A context in which a function hears of progress; without a function, an empty one."""
     return nullcontext if call is None else lambda: shown(Calls(call))
 
 

@@ -1,4 +1,4 @@
-"""What made a file: the command, the release and its commit, libraries, device, date, and hashes of what went in."""
+"""The record of what made a file: command, release and commit, libraries, device, date, and hashes of what went in."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import platform
 import shlex
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -38,21 +38,21 @@ def provenance(
 
 
 def command(argv: Sequence[str]) -> str:
-    """As it was typed, but for what is nobody's business: base names of files, and no prompt, which a plan would publish."""
-    name, parts = Path(argv[0]).name, list(argv[1:])
-    for at, part in enumerate(parts):
-        if part.startswith(f"{PROMPT}="):
-            parts[at] = f"{PROMPT}=TEXT"
-        elif at and argv[at] == PROMPT:
-            parts[at] = "TEXT"
-    return shlex.join(["ace" if name == "__main__.py" else name, *map(_short, parts)])
+    """The command as it was typed, but with base names of files, and without a prompt, which a plan would publish."""
+    name = Path(argv[0]).name
+    return shlex.join(["ace" if name == "__main__.py" else name, *_public(argv[1:])])
 
 
-def _short(part: str) -> str:
-    flag, equals, value = part.partition("=") if part.startswith("--") else ("", "", part)
-    path = os.path.expanduser(value)
-    lies = path.startswith((os.sep, f".{os.sep}", f"..{os.sep}")) or (os.sep in path and os.path.exists(path))
-    return flag + equals + (Path(path).name if lies else value)
+def _public(parts: Sequence[str]) -> Iterator[str]:
+    """The arguments with base names of files, and TEXT for a prompt."""
+    prompt_follows = False
+    for part in parts:
+        flag, equals, value = part.partition("=") if part.startswith("--") else ("", "", part)
+        path = os.path.expanduser(value)
+        is_path = path.startswith((os.sep, f".{os.sep}", f"..{os.sep}")) or (os.sep in path and os.path.exists(path))
+        is_prompt = prompt_follows or (flag == PROMPT and bool(equals))
+        yield flag + equals + ("TEXT" if is_prompt else Path(path).name if is_path else value)
+        prompt_follows = part == PROMPT
 
 
 def device_name(device: object) -> str:
@@ -98,7 +98,7 @@ def read(results: Mapping[str, Any]) -> Record:
 
 
 def _earlier(results: Mapping[str, Any]) -> Record:
-    """What earlier files say in other words."""
+    """Read a record that an earlier file has in other words."""
     environment = results.get("environment", {})
     libraries = {name: results.get(name, environment.get(name)) for name in LIBRARIES}
     known = {

@@ -1,4 +1,4 @@
-"""What a model writes: a prompt or a conversation as tokens, its text as it comes, and two texts word by word."""
+"""Text from a model: a prompt or a conversation as tokens, its continuation as it comes, and two texts word by word."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def word_by_word(one: str, other: str) -> tuple[Words, Words]:
 
 @dataclass(frozen=True)
 class Pair:
-    """What the stock model writes and what it writes with a budget."""
+    """A text of the stock model and one with a budget."""
 
     unskipped: Written
     skipped: Written

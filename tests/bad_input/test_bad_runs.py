@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from ace_moe import cli
 from ace_moe.cli.serving import parse_kernels, refuse_flags, take_additional
 from ace_moe.errors import ModelError, OptionError
-from ace_moe.scoring.predictions import Score
+from ace_moe.scoring.losses import Losses
 from command import run_ace
 
 SMALL = ("--tokens", 128, "--window", 64, "--device", "cpu")
@@ -41,6 +41,7 @@ def test_safeguards_of_compare(option: str, value: str, single: Path, text: Path
 
 
 def test_options_that_would_be_ignored(single: Path, plan: Path, text: Path, refuse: Refuse) -> None:
+    refuse("plan", single, "--tables", "--text", text, "-o", plan, says=("leave --text out",))
     refuse("run", single, "-p", plan, "--prompt", "x", "--policy", "gsp", "--preset", "paper", says=("not both",))
     mapped = ("plan", single, "-p", plan, "--text", text, *SMALL, "--budgets", 0.5)
     refuse(*mapped, "--max-kl", 0.1, says=("leave --budgets out",))
@@ -84,7 +85,7 @@ def test_perplexity_of_a_diverged_model(factor: float, single: Path, text: Path,
 def test_perplexity_that_is_no_number() -> None:
     for nll in ([float("nan")], [1e6], [float("inf")]):
         with pytest.raises(ModelError, match="The model gives no"):
-            _ = Score(nll, 10).perplexity
+            _ = Losses(nll, 10).perplexity
 
 
 # ---- sizes ------------------------------------------------------------------------------------------------------------

@@ -70,18 +70,18 @@ def test_output_over_a_file_of_another_kind(
 ) -> None:
     path = tmp_path / "notes"
     path.write_bytes(content)
-    refuse("plan", single, "--tables", "-o", path, says=("no plan", "Choose another place"))
-    refuse("report", compared, "-o", path, says=("no page of ours", "Choose another place"))
-    refuse("compare", single, "--text", text, "-o", path, *SMALL, says=("no results", "Choose another place"))
-    refuse("bench", single, "-o", path, says=("no results", "Choose another place"))
-    refuse("bench", single, "--chart", path, says=("no picture", "Choose another place"))
+    refuse("plan", single, "--tables", "-o", path, says=("not a plan", "Choose another place"))
+    refuse("report", compared, "-o", path, says=("not a page of ours", "Choose another place"))
+    refuse("compare", single, "--text", text, "-o", path, *SMALL, says=("not a results file", "Choose another place"))
+    refuse("bench", single, "-o", path, says=("not a results file", "Choose another place"))
+    refuse("bench", single, "--chart", path, says=("not a picture", "Choose another place"))
 
 
 def test_plan_over_another_checkpoint_file(single: Path, tmp_path: Path, refuse: Refuse) -> None:
     """A readable safetensors file that is no plan, wherever it lies."""
     path = tmp_path / "weights.safetensors"
     path.write_bytes((single / "model.safetensors").read_bytes())
-    refuse("plan", single, "--tables", "-o", path, says=("no plan", "Choose another place"))
+    refuse("plan", single, "--tables", "-o", path, says=("not a plan", "Choose another place"))
 
 
 def test_outputs_over_their_own_kind(single: Path, plan: Path, compared: Path, tmp_path: Path) -> None:

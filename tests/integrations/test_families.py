@@ -156,4 +156,4 @@ def test_share_runs_where_tables_are_undefined(name):
     with ACE(plan, policy="share")(model) as ace:
         ace.set_threshold(middle(plan))
         zoo.run(model)
-        assert ace.realised > 0 and ace.plan == plan
+        assert (ace.realised > 0 or plan.top_k == 1) and ace.plan == plan

@@ -14,6 +14,7 @@ from ace_moe.errors import BudgetError, PlanError
 from ace_moe.lab.compare.subject import Recorder, Subject
 from ace_moe.lab.policies import calibration_part, prepare
 from ace_moe.mapping import Passes, map_budgets
+from ace_moe.mapping.passes import attached
 from ace_moe.mapping.unfinished import Partial
 from ace_moe.plan import Plan
 from ace_moe.policies import PRESETS, make
@@ -153,8 +154,8 @@ def test_entries_say_what_they_do_to_predictions(
     kl = [t.fidelity["kl"]["value"] for t in mapped.entries if t.fidelity]
     assert 0 < kl[0] < kl[1]
     subject = Subject(demo_model, demo_plan, demo_windows)
-    with subject.under(policy) as deciders:
-        found = Recorder(deciders, subject).outcome(mapped.fits[1].threshold).score.fidelity
+    with attached(demo_model, demo_plan, policy) as deciders:
+        found = Recorder(deciders, subject).outcome(mapped.fits[1].threshold).losses.fidelity
     assert found is not None and kl[1] == pytest.approx(sum(found.kl) / (4 * 255))
     assert mapped.entries[0].fidelity["kl"]["low"] is None, "four windows have no interval"  # type: ignore[index]
     path = mapped.plan.save(tmp_path / "plan.safetensors")

@@ -18,7 +18,7 @@ from ace_moe.engines.traces.file import load_trace
 from ace_moe.engines.vllm import skipping
 from ace_moe.engines.vllm.settings import Settings
 from ace_moe.errors import IntegrationError, OptionError
-from ace_moe.lab.traffic.reading import read
+from ace_moe.lab.traffic.tracing import read
 from ace_moe.plan import Plan
 from ace_moe.text import windows_of
 

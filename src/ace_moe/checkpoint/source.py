@@ -248,8 +248,9 @@ def locate(folder: Path) -> dict[str, Path]:
 def _from_index(folder: Path, index: Path) -> dict[str, Path]:
     try:
         entries: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        outside = sorted({file for file in entries.values() if _leaves(file)})
-        missing = sorted({file for file in entries.values() if not (folder / file).is_file()})
+        shards = {file: folder / file for file in set(entries.values())}
+        outside = sorted(file for file in shards if _leaves(file))
+        missing = sorted(file for file, path in shards.items() if not path.is_file())
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(
             f"{index} is not a safetensors index ({type(error).__name__}: {brief(error)}). It is damaged; download it again."
@@ -261,10 +262,10 @@ def _from_index(folder: Path, index: Path) -> dict[str, Path]:
         )
     if missing:
         raise CheckpointError(
-            f"{folder} misses {len(missing)} of {len(set(entries.values()))} shards: {', '.join(missing[:3])}"
+            f"{folder} misses {len(missing)} of {len(shards)} shards: {', '.join(missing[:3])}"
             f"{' …' if len(missing) > 3 else ''}. Finish the download, then run the command again."
         )
-    return {key: folder / file for key, file in entries.items()}
+    return {key: shards[file] for key, file in entries.items()}
 
 
 def _leaves(file: str) -> bool:

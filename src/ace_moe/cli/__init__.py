@@ -2,6 +2,7 @@
 
 # each registers its commands
 from . import bench, comparison, generating, looking, plans, reproduce, serving, sharing, tasks, traffic, tune  # noqa: F401
-from .common import app, main, parse_budgets
+from .app import app, main
+from .common import parse_budgets
 
 __all__ = ["app", "main", "parse_budgets"]

@@ -1,27 +1,27 @@
-"""How fast: bench."""
+"""The command bench: how fast a model runs."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ..errors import OptionError
-from ..files import replace_whole
 from . import options as opt
-from .common import SKIP, app, check_texts, made_of, note, out, parse_budgets, print_json
+from .app import app
+from .common import SKIP, check_texts, made_of, parse_budgets
 from .options import option, plan_option
 from .outputs import check_output
+from .terminal import note, out, print_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from ..lab.bench.routers import Router
+    from ..lab.bench.routers import RandomRouter
     from ..lab.bench.run import Row
+    from ..lab.store import ResultsFile
 
 Sizes = list[tuple[int, int]]  # tokens, batch
 QUICK, PAPER, FULL = "quick", "paper", "full"
@@ -54,10 +54,11 @@ def bench(
 ) -> None:
     """Time to first token and per output token, stock and skipped, in one run."""
     from ..checkpoint.loading import load_tokenizer, load_windows
+    from ..checkpoint.model import called
     from ..lab.bench.routers import shape_routers
-    from ..lab.bench.run import Bench, check_stock, read_rate, result
+    from ..lab.bench.run import Bench, check_stock, describe
+    from ..lab.store import BENCH, ResultsFile
     from ..plan import Plan
-    from ..provenance import provenance
     from .bench_table import chart as draw
     from .bench_table import check_chart, latency_table
 
@@ -74,45 +75,58 @@ def bench(
     loaded = _model(model, shape, layers, device, [*prompts, *batches], len(paths) + 2)
     router = shape_routers(loaded, routing, union) if shape is not None else None
     windows = None if text is None else load_windows(loaded, load_tokenizer(str(model)), text, window, tokens)
-    record, ceiling = provenance(loaded.device, made_of(plan, text)), read_rate(loaded.device)
-    facts: dict[str, Any] = {"routing": _routing_facts(routing, router)} if shape else {}
-    told = Told(output, as_json, lambda rows: result(record, rows, ceiling, **facts))
+    facts = describe(loaded.device, made_of(plan, text))
+    if shape:
+        facts["routing"] = _routing_facts(routing, router)
+    identity = {
+        "model": shape or called(str(model)),
+        "layers": layers,
+        "routing": facts.get("routing"),
+        **made_of(text),
+    }
+    identity["device"] = facts["device"]
+    log = RowLog(None if output is None else ResultsFile(output, BENCH, identity), facts, quiet=as_json)
     expected = None if router is None else router.union
-    timer = Bench(loaded, ratios, told.add, Plan.load(plan) if plan else None, windows, expected)
+    timer = Bench(loaded, ratios, log.add, Plan.load(plan) if plan else None, windows, expected)
     if text is not None:
         facts["fidelity"] = {"text": text.name, "ratios": {str(r): f for r, f in timer.fidelity.items()}}
     for size in prompts:
         list(timer.prefill(*size, paths))
     for length, batch in batches:
         list(timer.decode(batch, paths, length))
-    _notes(timer.why, told.rows, routing if shape else None)
+    _notes(timer.why, log.rows, routing if shape else None)
     if as_json:
-        print_json(told.about(told.rows))
+        print_json({**facts, "rows": [asdict(row) for row in log.rows]})
     else:
-        out.print(latency_table(told.rows))
+        out.print(latency_table(log.rows))
     if chart is not None:
-        draw(told.rows, chart)
+        draw(log.rows, chart)
 
 
 @dataclass
-class Told:
-    """Rows as they come: each is printed, and the file is whole after each."""
+class RowLog:
+    """Rows as they come: each is printed, and is in the file before the next one is measured."""
 
-    path: Path | None
+    file: ResultsFile | None
+    facts: dict[str, Any]
     quiet: bool
-    about: Callable[[list[Row]], dict[str, Any]]  # the whole result
     rows: list[Row] = field(default_factory=list)
 
     def add(self, row: Row) -> None:
+        from ..lab.store import begin_run, put
+
         self.rows.append(row)
-        if self.path is not None:
-            replace_whole(self.path, (json.dumps(self.about(self.rows), indent=1) + "\n").encode())
+        if self.file is not None:
+            with self.file.changed() as results:
+                run = begin_run(results, self.facts)
+                key = ("what", "path", "tokens", "batch", "requested")
+                put(results.setdefault("rows", []), {**asdict(row), "run": run}, key, newer=True)
         if not self.quiet:
             out.print(_line(row), highlight=False)
 
 
 def _notes(why: str | None, rows: list[Row], routing: str | None) -> None:
-    """What the reader of the times must know; `routing` of random weights."""
+    """Note what the reader of the times must know; `routing` of random weights."""
     if why:
         note(f"Run without graphs, decode steps by `generate`: {why}")
     if routing is not None and any(row.valid is False for row in rows):
@@ -137,8 +151,8 @@ def _check(
         raise OptionError("Random weights predict nothing: --text is for a checkpoint, not for --shape.")
 
 
-def _routing_facts(routing: str, router: Router | None) -> dict[str, Any]:
-    """How a random model was made to route, for the file."""
+def _routing_facts(routing: str, router: RandomRouter | None) -> dict[str, Any]:
+    """Describe, for the file, how a random model was made to route."""
     from ..lab.bench.routers import ASSUMED, BATCH, SKEWED
 
     if router is None:

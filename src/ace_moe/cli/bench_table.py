@@ -26,7 +26,7 @@ def _ratio(row: Row, other: Row | None) -> str:
 
 
 def latency_table(rows: Sequence[Row]) -> Table:
-    """Each row with its speed against the best stock path and against our own unskipped one."""
+    """List each row with its speed against the best stock path and against our own unskipped one."""
     lines, judged = [], any(row.kl is not None for row in rows)
     for (what, tokens, batch), group in by_size(rows).items():
         stock = min((r for r in group if r.path not in ("ace", UNRULED)), key=lambda r: r.ms, default=None)
@@ -42,12 +42,12 @@ def latency_table(rows: Sequence[Row]) -> Table:
 
 
 def _fidelity(row: Row) -> str:
-    """Of what skips; the unskipped model is what it is held against."""
+    """KL, agreement and acceptance of a row that skips; they compare it with the unskipped model."""
     return "" if row.path != "ace" or row.kl is None else f"{row.kl:.4f} {row.agreement:.1%} {row.acceptance:.1%}"
 
 
 def check_chart(path: Path) -> None:
-    """What cannot be drawn is said before the long work starts."""
+    """Refuse what cannot be drawn, before the long work starts."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
     except ImportError:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -11,16 +10,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import BudgetError, OptionError
-from ..files import replace_whole
 from . import options as opt
 from . import show_results
-from .common import HELP, app, check_texts, made_of, note, out, parse_budgets, print_json, reachable, say
-from .groups import Deciding, Loading, command
+from .app import HELP, app, command
+from .common import check_texts, made_of, parse_budgets, reachable
+from .groups import Deciding, Loading
 from .options import option
 from .outputs import check_output
 from .plans import EVERY
+from .terminal import note, out, print_json, say
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from ..lab.compare.subject import Subject
     from ..plan import Plan
 
@@ -57,7 +59,7 @@ def compare(
     """Perplexity of every method at every budget and gain, with intervals; a killed run goes on where it was."""
     from ..checkpoint.loading import load_windows
     from ..lab.compare.calibration import calibration_windows
-    from ..lab.compare.compare import compare as measure
+    from ..lab.compare.cells import compare as measure
     from ..lab.compare.grid import FIRST, Grid, first_methods, parse_gains, parse_methods
     from ..lab.compare.subject import Subject
 
@@ -73,12 +75,14 @@ def compare(
     learned, notice = calibration_windows(loaded, tokenizer, text, windows, calibration)
     if notice and grid.calibrated:
         note(notice)
-    used = _plan(plan, model)
+    used = _plan(plan, loaded)
     grid = replace(grid, methods=first_methods(used)) if methods is None else grid
     grid = grid.stepped(used.top_k) if budgets is None else grid
     subject, start = Subject(loaded, used, windows, batch, learned), time.perf_counter()
     results = measure(subject, grid, output, _facts(subject, model, text, calibration, plan))
-    _check_some(results)
+    if not results["cells"]:
+        reasons = dict.fromkeys(refused["reason"] for refused in results["refused"].values())
+        raise BudgetError(f"Nothing was measured: {' '.join(reasons)}")
     if as_json:
         return print_json({"out": str(output), **results})
     show_results.print_compare(out, results, rival)
@@ -88,14 +92,8 @@ def compare(
     say(f"{output}: {len(results['cells'])} cells, {seconds:.0f} s. Next: ace report {opt.as_typed(output)}")
 
 
-def _check_some(results: dict[str, Any]) -> None:
-    """A file without a cell is no result."""
-    if not results["cells"]:
-        reasons = dict.fromkeys(refused["reason"] for refused in results["refused"].values())
-        raise BudgetError(f"Nothing was measured: {' '.join(reasons)}")
-
-
-def _plan(path: Path | None, model: str) -> Plan:
+def _plan(path: Path | None, model: PreTrainedModel) -> Plan:
+    """The plan that was given, else one made of the loaded model's weights."""
     from ..plan import Plan
     from ..tables.build import build_plan
 
@@ -167,9 +165,10 @@ def study_thresholds(
 
     check_output(output, "results", plan, *text)
     check_texts(text, window, tokens, batch)
-    made, used = choose(**Deciding(policy, gain=gain).given), _plan(plan, model)
-    wanted = reachable(budgets, EVERY, used.top_k, made.min_active)
+    made = choose(**Deciding(policy, gain=gain).given)
     tokenizer, loaded = Loading(device).load_both(model)
+    used = _plan(plan, loaded)
+    wanted = reachable(budgets, EVERY, used.top_k, made.min_active)
     workloads = [load_windows(loaded, tokenizer, path, window, tokens) for path in text]
     subject = Subject(loaded, used, workloads[0], batch)
     setup = thresholds.Study(subject, made, tuple(wanted), measured)
@@ -195,15 +194,20 @@ def study_tables(
     """Correlation of each table with the true norm of expert outputs, layer by layer, in one pass."""
     from ..checkpoint.loading import load_windows
     from ..lab.compare.oracle import by_expert, table_correlation
-    from ..lab.compare.subject import Subject
+    from ..lab.compare.subject import Subject, identity_of
+    from ..lab.store import TABLES, ResultsFile, begin_run
 
     check_output(output, "results", text, plan)
     check_texts([text], window, tokens, batch)
     tokenizer, loaded = Loading(device).load_both(model)
     windows = load_windows(loaded, tokenizer, text, window, tokens)
-    used = _plan(plan, model)
+    used = _plan(plan, loaded)
     found = table_correlation(loaded, by_expert(used), windows, batch)
     if output is not None:
-        facts = _facts(Subject(loaded, used, windows, batch), model, text, plan)
-        replace_whole(output, (json.dumps({**facts, "layers": found}, indent=1) + "\n").encode())
+        identity = {**identity_of(loaded), "text": windows.workload.sha256, "window": window, "batch": batch}
+        with ResultsFile(output, TABLES, identity).changed() as results:
+            begin_run(results, _facts(Subject(loaded, used, windows, batch), model, text, plan))
+            layers = results.setdefault("layers", {})
+            for key, layer in found.items():
+                layers[key] = layers.get(key, {}) | layer
     return print_json(found) if as_json else out.print(show_results.correlation_table(found))

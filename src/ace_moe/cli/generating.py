@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 from ..errors import AceError, BudgetError
 from . import options as opt
 from . import show
-from .common import SKIP, err, note, out, print_json, say, warn_of_loss
-from .groups import Deciding, Loading, command
+from .app import command
+from .common import SKIP, warn_of_loss
+from .groups import Deciding, Loading
 from .options import option, plan_option
+from .terminal import err, note, out, print_json, say
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields, is_dataclass
-from functools import wraps
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Annotated, Any
 
 from . import options as opt
-from .common import AUTO, app
+from .common import AUTO
 from .options import option
 
 if TYPE_CHECKING:
@@ -53,35 +50,3 @@ class Loading:
         from ..checkpoint.loading import load_tokenizer
 
         return load_tokenizer(model), self.load(model)
-
-
-def command(name: str | None = None, **about: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """As `app.command`, for functions that take groups; Python calls them as they are written."""
-
-    def register(function: Callable[..., Any]) -> Callable[..., Any]:
-        app.command(name, **about)(_flat(function))
-        return function
-
-    return register
-
-
-def _flat(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function with an option for each field of its groups, behind its own."""
-    hints = get_type_hints(function, include_extras=True)
-    groups = {name: kind for name, kind in hints.items() if is_dataclass(kind)}
-    own = [p.replace(annotation=hints[n]) for n, p in inspect.signature(function).parameters.items() if n not in groups]
-
-    @wraps(function)
-    def flat(**given: Any) -> Any:
-        made = {n: kind(**{f.name: given.pop(f.name) for f in fields(kind)}) for n, kind in groups.items()}  # type: ignore[operator]
-        return function(**given, **made)
-
-    parameters = [*own, *(p for kind in groups.values() for p in _parameters(kind))]
-    flat.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    flat.__annotations__ = {p.name: p.annotation for p in parameters}
-    return flat
-
-
-def _parameters(group: Any) -> list[inspect.Parameter]:
-    hints, kind = get_type_hints(group, include_extras=True), inspect.Parameter.KEYWORD_ONLY
-    return [inspect.Parameter(f.name, kind, default=f.default, annotation=hints[f.name]) for f in fields(group)]

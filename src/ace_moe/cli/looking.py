@@ -9,8 +9,10 @@ import typer
 
 from . import options as opt
 from . import show, show_texts
-from .common import app, err, out, print_json, say
+from .app import app
 from .options import option
+from .outputs import check_folder
+from .terminal import err, out, print_json, say
 
 if TYPE_CHECKING:
     from ..plan import Plan
@@ -71,7 +73,7 @@ def demo(
     from .. import demo as tour
     from .show_written import print_pair
 
-    show.check_folder(output)
+    check_folder(output)
     cells = tour.run(output, say=lambda line: err.print(line))
     picture = tour.draw(cells, output / "demo.png")
     pair = tour.pair(output)

@@ -7,8 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .common import made_of, note
-from .show import check_writable
+from .common import made_of
+from .outputs import check_writable
+from .terminal import note
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -1,4 +1,4 @@
-"""Where results may go: never over what they are made from, into a checkpoint, or over a file of another kind."""
+"""Checks of output paths: never over what results are made from, into a checkpoint, or over a file of another kind."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ from pathlib import Path
 
 from ..errors import OutputError
 from ..files import expand
-from .show import check_writable
 
 ELSEWHERE = "Choose another place."
 PICTURES = (b"\x89PNG", b"%PDF", b"<svg", b"<?xml", b"\xff\xd8", b"RIFF", b"%!PS")
 
 
 def check_output(path: Path | None, kind: str, *inputs: Path | None) -> None:
-    """Before the long work starts. `kind`: plan, results, page, picture or trace; `inputs`: files the output is made from."""
+    """Refuse an output before the long work starts.
+
+    `kind`: plan, results, page, picture or trace; `inputs`: files the output is made from.
+    """
     if path is None:
         return
     check_writable(path)
@@ -28,42 +30,56 @@ def check_output(path: Path | None, kind: str, *inputs: Path | None) -> None:
             f"{path} is inside the checkpoint {real.parent}, which must stay as it is: readers take a further .safetensors "
             f"file there for a shard. {ELSEWHERE}"
         )
-    if real.is_file() and real.stat().st_size and not OWN[kind](real):
-        called = "page of ours" if kind == "page" else kind
-        raise OutputError(f"{path} is there already and is no {called}; it would be lost. {ELSEWHERE}")
+    if real.is_file() and real.stat().st_size and not _is_ours(real, kind):
+        called = {"page": "page of ours", "results": "results file"}.get(kind, kind)
+        raise OutputError(f"{path} is there already and is not a {called}; it would be lost. {ELSEWHERE}")
 
 
-def _plan(path: Path) -> bool:
-    """What calls itself a safetensors file and cannot be read is a damaged plan, or nothing that could be lost."""
-    from ..plan.file import is_plan
+def check_writable(path: Path) -> None:
+    """Refuse a path that cannot be written, before the long work starts."""
+    from ..plan.cache import check_own
 
-    found = is_plan(path)
-    return path.suffix == ".safetensors" if found is None else found
-
-
-def _results(path: Path) -> bool:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError):
-        return False
-    return isinstance(found, dict) and bool({"kind", "command"} & set(found))
+    path = expand(path)
+    check_own(path)
+    folder = path.resolve().parent
+    if not folder.is_dir():
+        raise OutputError(f"There is no folder {folder} to write {path.name} into. Create it, or choose another place.")
+    if path.is_dir() or not os.access(folder, os.W_OK):
+        why = "it is a folder" if path.is_dir() else "no permission"
+        raise OutputError(f"{path} cannot be written: {why}. Choose another place.")
 
 
-def _page(path: Path) -> bool:
-    from ..lab.report.page import is_page
+def check_folder(path: Path) -> None:
+    """Refuse a path that neither is a folder nor can become one."""
+    path = expand(path)
+    existing = next((p for p in (path, *path.resolve().parents) if p.exists()), path)
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        why = f"no permission in {existing}" if existing.is_dir() else f"{existing} is a file"
+        raise OutputError(f"{path} cannot be written: {why}. Choose another folder with -o.")
+    if (path / "config.json").exists():
+        raise OutputError(f"{path} is a checkpoint, which must stay as it is. Choose another folder with -o.")
 
-    return is_page(path)
 
+def _is_ours(path: Path, kind: str) -> bool:
+    """True for a file of this kind that one of our commands wrote, and for a picture."""
+    if kind == "plan":
+        from ..plan.file import is_plan
 
-def _picture(path: Path) -> bool:
+        plan = is_plan(path)  # None: it cannot be read, so it is a damaged plan, or nothing that could be lost
+        return path.suffix == ".safetensors" if plan is None else plan
+    if kind == "results":
+        try:
+            results = json.loads(path.read_text(encoding="utf-8"))
+        except (ValueError, RecursionError):
+            return False
+        return isinstance(results, dict) and bool({"kind", "command"} & set(results))
+    if kind == "page":
+        from ..lab.report.page import is_page
+
+        return is_page(path)
+    if kind == "trace":
+        from ..engines.traces.file import is_trace
+
+        return is_trace(path)
     with path.open("rb") as file:
         return file.read(5).startswith(PICTURES)
-
-
-def _trace(path: Path) -> bool:
-    from ..engines.traces.file import is_trace
-
-    return is_trace(path)
-
-
-OWN = {"plan": _plan, "results": _results, "page": _page, "picture": _picture, "trace": _trace}

@@ -15,11 +15,14 @@ from ..errors import AceError, OptionError
 from ..files import write_whole
 from . import options as opt
 from . import show
-from .common import app, check_texts, note, out, parse_budgets, print_json, say
+from .app import app
+from .common import check_texts, parse_budgets
 from .options import option
+from .outputs import check_folder
+from .terminal import note, out, print_json, say
 
 if TYPE_CHECKING:
-    from ..lab.reproduce import Setup, Step, Table
+    from ..lab.reproduce import CommandStep, PaperTable, Setup
 
 STATE = "reproduce.json"
 WIDEST = 8  # columns of a table in a terminal
@@ -54,10 +57,10 @@ def reproduce(
     """
     from ..checkpoint.model import called
     from ..lab.reproduce import Setup, tables
-    from ..lab.reproduce.reading import filled
+    from ..lab.reproduce.filled import filled
 
     check_texts((text, *(workload or ())), window, tokens, batch)
-    show.check_folder(folder)
+    check_folder(folder)
     where = Setup(
         model, called(model), folder, text, tuple(workload or ()), data, tasks, harness, limit, run_code, tokens, window,
         batch, device, tuple(parse_budgets(budgets)),
@@ -85,13 +88,13 @@ def reproduce(
 # ---- before ---------------------------------------------------------------------------------------------------------------
 
 
-def _listed(table: Table) -> dict[str, Any]:
+def _listed(table: PaperTable) -> dict[str, Any]:
     told = [{"command": f"ace {' '.join(s.argv)}", "needs": s.needs, "lacks": s.lacks} for s in table.steps]
     steps = [{"name": s.name, **more} for s, more in zip(table.steps, told, strict=True)]
     return {"table": table.name, "cells": len(table.cells), "steps": steps}
 
 
-def _outlook(setup: Setup, wanted: list[Table]) -> Any:
+def _outlook(setup: Setup, wanted: list[PaperTable]) -> Any:
     """Cells, time and needs of each table, before anything runs."""
     a_pass = _seconds(setup)
     rows = []
@@ -104,7 +107,7 @@ def _outlook(setup: Setup, wanted: list[Table]) -> Any:
 
 
 def _seconds(setup: Setup) -> float:
-    """Of one pass: what the first one took, else by arithmetic from the weights that a token runs through."""
+    """Seconds of one pass: those of the first one, else by arithmetic from the weights that a token runs through."""
     from ..checkpoint import MoEModel
     from ..lab.bench.memory import checkpoint_bytes
 
@@ -132,9 +135,9 @@ def _span(seconds: float) -> str:
 # ---- running --------------------------------------------------------------------------------------------------------------
 
 
-def _run(setup: Setup, wanted: list[Table]) -> dict[str, Any]:
-    """Every step once, in order; those that ended before, with the same arguments, are not run again."""
-    from ..lab.reproduce.reading import done
+def _run(setup: Setup, wanted: list[PaperTable]) -> dict[str, Any]:
+    """Run every step once, in order; those that ended before, with the same arguments, are not run again."""
+    from ..lab.reproduce.filled import done
 
     setup.folder.mkdir(parents=True, exist_ok=True)
     state = _state(setup.folder)
@@ -160,7 +163,7 @@ def _state(folder: Path) -> dict[str, Any]:
     return found
 
 
-def _try(step: Step, state: dict[str, Any]) -> None:
+def _try(step: CommandStep, state: dict[str, Any]) -> None:
     """A command that refuses is named with its reason, and the others go on."""
     start = time.perf_counter()
     try:
@@ -175,7 +178,7 @@ def _try(step: Step, state: dict[str, Any]) -> None:
 
 
 def _command(argv: tuple[str, ...]) -> None:
-    """As if it had been typed: what it writes says so. What it would print is in its file."""
+    """Run a command as if it had been typed: what it writes says so, and what it would print is in its file."""
     before, sys.argv = sys.argv, ["ace", *argv]
     try:
         with redirect_stdout(io.StringIO()):
@@ -203,13 +206,13 @@ def _cell(cell: dict[str, Any]) -> str:
 
 
 def _parts(found: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-    """What fits a terminal: a wide table by what is measured, one after the other."""
+    """Cut a wide table into parts that fit a terminal, by what is measured."""
     kinds = dict.fromkeys(cell["column"].split()[-1] for cell in found)
     wide = len({cell["column"] for cell in found}) > WIDEST
     return [[c for c in found if c["column"].split()[-1] == kind] for kind in kinds] if wide else [found]
 
 
-def _page(wanted: list[Table], found: dict[str, list[dict[str, Any]]]) -> str:
+def _page(wanted: list[PaperTable], found: dict[str, list[dict[str, Any]]]) -> str:
     """The same as a document, with the reason of every cell that is empty and the command behind each table."""
     parts = ["# The paper's tables\n\nOurs, and in brackets what the paper printed for this model, where it has it.\n"]
     for table in wanted:

@@ -13,10 +13,12 @@ import typer
 
 from ..errors import IntegrationError, OptionError
 from . import options as opt
-from .common import SKIP, note, warn_of_loss
-from .groups import Deciding, command
+from .app import command
+from .common import SKIP, warn_of_loss
+from .groups import Deciding
 from .options import option
 from .outputs import check_output
+from .terminal import note
 
 PLAN = "The plan: a file, or owner/name. Default: made from the checkpoint and kept."
 TEXT = "Text to map the budget on, where the plan has none for it. Default: the model's own."

@@ -10,9 +10,10 @@ import typer
 
 from . import options as opt
 from . import show
-from .common import app, out, print_json, say
+from .app import app
 from .options import option
 from .outputs import check_output
+from .terminal import out, print_json, say
 
 plans = typer.Typer(
     invoke_without_command=True,

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from ..errors import OutputError
-from ..files import expand
+from .terminal import say
 
 if TYPE_CHECKING:
     from ..checkpoint import MoEModel
@@ -33,36 +30,6 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], wor
     for row in rows:
         made.add_row(*map(escape, row))
     return made
-
-
-def print_line(console: Console, line: str) -> None:
-    """As it is: names of files may hold brackets, and a command to copy is not broken into lines."""
-    console.print(line, markup=False, highlight=False, soft_wrap=True)
-
-
-def check_writable(path: Path) -> None:
-    """Fail before the long work starts."""
-    from ..plan.cache import check_own
-
-    path = expand(path)
-    check_own(path)
-    folder = path.resolve().parent
-    if not folder.is_dir():
-        raise OutputError(f"There is no folder {folder} to write {path.name} into. Create it, or choose another place.")
-    if path.is_dir() or not os.access(folder, os.W_OK):
-        why = "it is a folder" if path.is_dir() else "no permission"
-        raise OutputError(f"{path} cannot be written: {why}. Choose another place.")
-
-
-def check_folder(path: Path) -> None:
-    """A folder that is there, or can be made."""
-    path = expand(path)
-    existing = next((p for p in (path, *path.resolve().parents) if p.exists()), path)
-    if not existing.is_dir() or not os.access(existing, os.W_OK):
-        why = f"no permission in {existing}" if existing.is_dir() else f"{existing} is a file"
-        raise OutputError(f"{path} cannot be written: {why}. Choose another folder with -o.")
-    if (path / "config.json").exists():
-        raise OutputError(f"{path} is a checkpoint, which must stay as it is. Choose another folder with -o.")
 
 
 def plan_table(plan: Plan) -> Table:
@@ -127,9 +94,9 @@ def plan_json(plan: Plan) -> dict[str, Any]:
 def print_plan(console: Console, plan: Plan) -> None:
     console.print(plan_table(plan))
     for name, reason in plan.undefined.items():
-        print_line(console, f"no table {name}: {reason}")
+        say(f"no table {name}: {reason}", console)
     if not plan.thresholds:
-        print_line(console, "no thresholds yet: map them with `ace plan MODEL --plan PLAN --text FILE`")
+        say("no thresholds yet: map them with `ace plan MODEL --plan PLAN --text FILE`", console)
         return
     rows = []
     for t in plan.thresholds:
@@ -181,7 +148,7 @@ def said(keys: Sequence[str]) -> str:
 
 def _print_folded(console: Console, what: str, facts: Mapping[str, str]) -> None:
     for fact, keys in folded(facts):
-        print_line(console, f"{what}: {fact} ({'all layers' if len(keys) == len(facts) else said(keys)})")
+        say(f"{what}: {fact} ({'all layers' if len(keys) == len(facts) else said(keys)})", console)
 
 
 def _parts(site: Site) -> str:
@@ -212,9 +179,9 @@ def print_model(console: Console, moe: MoEModel) -> None:
     _print_folded(console, "built of", {site.key: _parts(site) for site in moe.sites})
     _print_folded(console, "on a GPU", {site.key: on_gpu(site.experts) for site in moe.sites})
     _print_folded(console, "stored as", {key: ", ".join(found) for key, found in moe.formats().items()})
-    print_line(console, f"runs: {how_it_runs(moe)}")
+    say(f"runs: {how_it_runs(moe)}", console)
     for key, size in outliers(moe.fingerprint()).items():
         wrong = f"experts of rms {size:.3g} are no weights; a factor of their format is missing"
-        print_line(console, f"layer {key}: {wrong}")
+        say(f"layer {key}: {wrong}", console)
     for path in moe.not_covered:
-        print_line(console, f"not covered: {path} (a text pass never reaches it)")
+        say(f"not covered: {path} (a text pass never reaches it)", console)

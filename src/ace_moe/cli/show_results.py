@@ -1,4 +1,4 @@
-"""How measured results look in a terminal: comparisons, thresholds, perplexity, tasks."""
+"""Measured results in a terminal: comparisons, thresholds, perplexity, tasks."""
 
 from __future__ import annotations
 
@@ -11,26 +11,27 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from .show import print_line, table
+from .show import table
+from .terminal import say
 
 OFF = 0.005  # a realised ratio this far from the budget is marked
 
 
 def print_compare(console: Console, results: dict[str, Any], rival: str | None = None) -> None:
     """One table for each gain: methods down, budgets across, the best of a column in bold."""
-    from ..lab.compare.compare import against
+    from ..lab.compare.verdict import against
 
     for gain in results["grid"]["gains"]:
         console.print(_compare_table(results, gain))
     if any(abs(c["realised"] - c["budget"]) > OFF for c in results["cells"]):
-        print_line(console, "* realised more than half a point off the budget: the results file has the ratio")
+        say("* realised more than half a point off the budget: the results file has the ratio", console)
     if rival is not None:
         console.print(_rival_table(against(results, rival), rival))
 
 
 def _compare_table(results: dict[str, Any], gain: str) -> Table:
     """KL and perplexity of each method, first the nearest to the unskipped model at the budget next to 50 % that it has."""
-    from ..lab.compare.compare import kl_of
+    from ..lab.compare.verdict import kl_of
 
     cells = {(c["method"], c["budget"]): c for c in results["cells"] if c["gain"] == gain}
     kls = {key: kl_of(cell) for key, cell in cells.items()}
@@ -105,16 +106,16 @@ def correlation_table(found: dict[str, dict[str, dict[str, float]]]) -> Table:
 
 
 def print_perplexity(console: Console, results: dict[str, Any], protocol: str, window: int) -> None:
-    from ..scoring.statistics import Interval, said
+    from ..scoring.statistics import Interval
 
-    bounds = said(Interval(results["perplexity"], *results["interval"]))
-    print_line(
-        console,
+    bounds = Interval(results["perplexity"], *results["interval"])
+    say(
         f"perplexity {results['perplexity']:.4f} ({bounds}); protocol {protocol}, "
         f"{results['windows']} windows of {window:,} tokens, {results['targets']:,} counted",
+        console,
     )
     if results["ace"] is not None:
-        print_line(console, f"requested {results['setup']['skip']:.1%}, realised {results['ace']['realised']:.2%}")
+        say(f"requested {results['setup']['skip']:.1%}, realised {results['ace']['realised']:.2%}", console)
 
 
 def _points_changed(change: dict[str, float]) -> str:

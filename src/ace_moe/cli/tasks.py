@@ -11,13 +11,15 @@ import typer
 from ..errors import OptionError
 from . import options as opt
 from . import show_results
-from .common import SKIP, check_plan, made_of, out, parse_budgets, print_json, say
-from .groups import Deciding, Loading, command
+from .app import command
+from .common import SKIP, check_plan, made_of, parse_budgets
+from .groups import Deciding, Loading
 from .options import option, plan_option
 from .outputs import check_output
+from .terminal import out, print_json, say
 
 if TYPE_CHECKING:
-    from ..lab.tasks.tasks import Harness
+    from ..lab.tasks.evaluate import Harness
 
 HARNESSES = ("lm-eval", "evalscope")
 
@@ -43,8 +45,7 @@ def perplexity(
     from ..ace import ACE
     from ..checkpoint.loading import check_window
     from ..checkpoint.model import called
-    from ..lab.compare.perplexity import pieces, protocol_named
-    from ..lab.compare.quality import run, setup_of
+    from ..lab.compare.perplexity import pieces, protocol_named, run, setup_of
     from ..provenance import provenance
     from ..text import check_sizes, read_text
 
@@ -93,25 +94,27 @@ def evaluate_tasks(
     """Accuracy on tasks, zero-shot and greedy, with intervals and paired differences to the unskipped model."""
     from ..checkpoint.loading import check_device, default_device, share_cores
     from ..lab.compare.subject import identity_of
-    from ..lab.tasks import tasks as of
+    from ..lab.tasks import catalogue
+    from ..lab.tasks.evaluate import describe, evaluate, facts
     from ..lab.tasks.sandbox import check_allowed
 
     check_output(output, "results", plan)
-    names, skips, device = of.parse_tasks(tasks), parse_budgets(skip), device or default_device()
+    names, skips, device = catalogue.parse_tasks(tasks), parse_budgets(skip), device or default_device()
     check_device(device)
     if device == "cpu":  # harnesses load models themselves
         share_cores()
-    known = {name: of.TASKS[name] for name in names if name in of.TASKS}
+    known = {name: catalogue.TASKS[name] for name in names if name in catalogue.TASKS}
     check_harness(harness)
     if expand and harness != "lm-eval":
         raise OptionError("EvalScope loads checkpoints itself. With --expand use --harness lm-eval.")
     if chat and harness != "lm-eval":
         raise OptionError("EvalScope asks in its own way. With --chat use --harness lm-eval.")
     for name, task in known.items():
-        of.check_source(task, harness, local=data is not None)
+        catalogue.check_source(task, harness, local=data is not None)
         if task.runs_code:
             check_allowed(run_code, name)
-    rows = {n: of.read_rows(t, path) for n, t in known.items() if (path := of.find_file(t, data)) is not None}
+    files = {name: catalogue.find_file(task, data) for name, task in known.items()}
+    rows = {name: catalogue.read_rows(known[name], path) for name, path in files.items() if path is not None}
     options = deciding.given | ({"workload": workload} if workload else {})
     given: dict[str, Any] = {"plan": str(plan), **options, **({"expand": True} if expand else {})}
     made = _harness(harness, model, device, batch, max_new_tokens, chat, given)
@@ -123,8 +126,8 @@ def evaluate_tasks(
         "workload": workload,  # other thresholds for the same budgets
         **({"expand": True} if expand else {}),
     }
-    facts = {**of.facts(model, device, made_of(plan)), "settings": of.describe(settled, harness)}
-    results = of.evaluate(made, names, skips, rows, limit, output, identity, facts)
+    known_facts = {**facts(model, device, made_of(plan)), "settings": describe(settled, harness)}
+    results = evaluate(made, names, skips, rows, limit, output, identity, known_facts)
     if as_json:
         return print_json(results)
     out.print(show_results.tasks_table(results))

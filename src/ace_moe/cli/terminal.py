@@ -1,14 +1,16 @@
-"""What reaches a terminal: no commands hidden in names, and no character that its encoding does not have."""
+"""The two output streams: no commands hidden in names, no character that the terminal's encoding does not have."""
 
 from __future__ import annotations
 
 import codecs
+import json
 import os
 import re
 import sys
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.text import Text
 
 # control characters but tab and line end, and marks that turn the direction of what follows
@@ -38,7 +40,7 @@ def speak_plainly() -> None:
 
 
 def hand_over() -> None:
-    """What is still in the buffer goes out while an error can be told: at exit it would be lost with a code of 0 or 120."""
+    """Flush the output while an error can still be reported: at exit it would be lost with a code of 0 or 120."""
     if sys.stdout is None:  # closed by whoever called
         return
     try:
@@ -51,3 +53,23 @@ def hand_over() -> None:
 def _nearest(error: UnicodeError) -> tuple[str, int]:
     assert isinstance(error, UnicodeEncodeError)
     return "".join(PLAIN.get(c, "?") for c in error.object[error.start : error.end]), error.end
+
+
+# ---- streams ----
+
+
+out, err = Plain(), Plain(stderr=True)
+
+
+def say(line: str, console: Console = out) -> None:
+    """Print one line as it is: names of files may hold brackets, and a command to copy is not broken into lines."""
+    console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def note(message: object) -> None:
+    """Print one line on the error stream, beside the result."""
+    err.print(f"[yellow]note:[/] {escape(str(message))}", highlight=False, soft_wrap=True)
+
+
+def print_json(value: Any) -> None:
+    print(json.dumps(value, indent=1))

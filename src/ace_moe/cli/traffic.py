@@ -11,12 +11,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import OptionError
+from ..files import file_hash
 from . import options as opt
 from . import show
-from .common import check_plan, check_texts, made_of, note, out, parse_budgets, print_json, say
-from .groups import Deciding, Loading, command
+from .app import command
+from .common import check_plan, check_texts, made_of, parse_budgets
+from .groups import Deciding, Loading
 from .options import option
 from .outputs import check_output
+from .terminal import note, out, print_json, say
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -55,7 +58,7 @@ def trace(
     """
     from ..checkpoint.loading import load_windows
     from ..engines.traces.file import save_trace
-    from ..lab.traffic.reading import read
+    from ..lab.traffic.tracing import read
 
     check_output(output, "trace", text, plan)
     check_texts([text], window, tokens, batch)
@@ -107,7 +110,7 @@ def simulate(
 
     Thresholds are quantiles of the trace. Steps are drawn from different requests.
     """
-    from ..lab.compare.store import SCHEMA, write_json
+    from ..lab.store import SIMULATE, ResultsFile, begin_run, put
     from ..lab.traffic.simulate import Simulation
     from ..lab.traffic.timing import cost_of
     from ..plan import Plan
@@ -123,13 +126,17 @@ def simulate(
     taus = {budget: simulation.threshold(budget) for budget in wanted}
     rows = [_row(simulation, budget, taus[budget], size, seed, ranks, cost) for size in sizes for budget in wanted]
     facts = {"trace": trace.name, "model": found.model, "tokens": len(found), "under": found.shared()}
-    results = {**facts, "policy": made.settings, "seed": seed, "rows": rows}
+    facts |= {"policy": made.settings, "seed": seed}
     if output is not None:
         record = provenance(inputs=made_of(trace, plan, bench))
-        head = {"schema": SCHEMA, "kind": "simulate", "command": record["command"]}
-        write_json(output, {**head, **results, "provenance": record})
+        files = {name: None if path is None else file_hash(path) for name, path in (("trace", trace), ("plan", plan))}
+        file = ResultsFile(output, SIMULATE, {**files, "policy": made.settings, "seed": seed, "ranks": ranks})
+        with file.changed() as results:
+            begin_run(results, {**facts, "command": record["command"], "provenance": record})
+            for row in rows:
+                put(results.setdefault("rows", []), row, ("batch", "skip"), newer=True)
     if as_json:
-        return print_json(results)
+        return print_json({**facts, "rows": rows})
     out.print(_table(made.key, rows))
     under = ", ".join(f"{n:,} under {skip}" for skip, n in found.shared().items())
     say(f"{trace}: {len(found):,} tokens of {len(found.requests.unique())} requests ({under}), computed.")

@@ -10,9 +10,12 @@ from rich.table import Table
 
 from . import options as opt
 from . import show
-from .common import check_texts, made_of, note, out, print_json, reachable, say
-from .groups import Loading, command
+from .app import command
+from .common import check_texts, made_of, reachable
+from .groups import Loading
 from .options import option
+from .outputs import check_writable
+from .terminal import note, out, print_json, say
 
 if TYPE_CHECKING:
     from ..plan import Plan
@@ -47,7 +50,7 @@ def tune(
 
     read = Plan.load(plan)
     wanted = reachable(budgets, USUAL, read.top_k)
-    show.check_writable(plan)
+    check_writable(plan)
     check_texts(filter(None, [text]), window, tokens)
     loaded = loading.load(model)
     had = read.check_model(MoEModel.of(loaded).fingerprint(), allow_other_weights)

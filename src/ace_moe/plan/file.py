@@ -138,7 +138,7 @@ def _check_bytes(path: Path) -> bool:
         while piece := file.read(1 << 20):
             digest.update(piece)
     if digest.hexdigest().encode() != stored:
-        raise PlanError(f"the file is damaged or was edited: its checksum is of other contents. {NO_PLAN}")
+        raise PlanError(f"the file is damaged, truncated or edited: its checksum is of other contents. {AGAIN}")
     return True
 
 

@@ -1,4 +1,4 @@
-"""How much of the unskipped model is left: its predictions held against the skipped one's, token by token.
+"""Distance between the skipped and the unskipped model: their predictions compared token by token.
 
 KL(p ‖ q) = Σ_v p log(p / q) in nats, p unskipped and q skipped, both through the same dispatch in the same precision.
 Agreement: whether the likeliest token is the same. Acceptance: Σ_v min(p, q), the share of the skipped model's drafts that
@@ -26,9 +26,9 @@ class Fidelity:
     agreement: list[float] = field(default_factory=list)
     acceptance: list[float] = field(default_factory=list)
 
-    def add(self, found: Tensor) -> None:
-        """found [B, 3]: of one batch of windows."""
-        for name, column in zip(("kl", "agreement", "acceptance"), found.T.tolist(), strict=True):
+    def add(self, sums: Tensor) -> None:
+        """Append the sums [B, 3] of one batch of windows."""
+        for name, column in zip(("kl", "agreement", "acceptance"), sums.T.tolist(), strict=True):
             getattr(self, name).extend(column)
 
 
@@ -42,17 +42,13 @@ def compare(whole: Tensor, skipped: Tensor) -> Tensor:
     total = torch.zeros(batch, 3, dtype=torch.float64)
     for start in range(0, length - 1, step):
         part = slice(start, min(start + step, length - 1))
-        total += _part(whole[:, part].to(skipped.device), skipped[:, part]).cpu()
+        p = whole[:, part].to(skipped.device).float().log_softmax(-1)  # [B, l, V]
+        q = skipped[:, part].float().log_softmax(-1)
+        kl = (p.exp() * (p - q)).sum(-1).clamp(min=0)  # rounding can make it negative
+        same = (p.argmax(-1) == q.argmax(-1)).float()
+        accepted = torch.minimum(p, q).exp().sum(-1)
+        total += torch.stack([x.double().sum(-1) for x in (kl, same, accepted)], dim=-1).cpu()
     return total
-
-
-def _part(whole: Tensor, skipped: Tensor) -> Tensor:
-    """[B, l, V] each → [B, 3]."""
-    p, q = whole.float().log_softmax(-1), skipped.float().log_softmax(-1)
-    kl = (p.exp() * (p - q)).sum(-1).clamp(min=0)  # rounding can make it negative
-    same = (p.argmax(-1) == q.argmax(-1)).float()
-    accepted = torch.minimum(p, q).exp().sum(-1)
-    return torch.stack([x.double().sum(-1) for x in (kl, same, accepted)], dim=-1)
 
 
 class Reference:
@@ -69,9 +65,9 @@ class Reference:
             self._kept[number] = logits.detach().cpu()
 
     def of(self, number: int, compute: Callable[[], Tensor]) -> Tensor:
-        """What was kept, else computed again, and kept if there is room."""
-        found = self._kept.get(number)
-        if found is None:
-            found = compute()
-            self.keep(number, found)
-        return found
+        """Logits that were kept, else computed again, and kept if there is room."""
+        logits = self._kept.get(number)
+        if logits is None:
+            logits = compute()
+            self.keep(number, logits)
+        return logits

@@ -1,4 +1,4 @@
-"""How sure a number is: bootstrap intervals over windows or questions, paired differences, correlations.
+"""Confidence in numbers: bootstrap intervals over windows or questions, paired differences, correlations.
 
 One bootstrap sample draws as many windows as there are, with replacement. All samples are drawn at once, as counts, so
 that a statistic of every sample is one matrix product. Comparisons are paired: both sides see the same draws, and what
@@ -14,15 +14,11 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ..errors import ResultError
-
-if TYPE_CHECKING:
-    from .predictions import Score
 
 DRAWS, LEVEL = 4000, 0.95
 FEWEST = 8  # windows for an interval of KL and its kin, which differ more than losses do; perplexity takes two
@@ -30,11 +26,16 @@ FEWEST = 8  # windows for an interval of KL and its kin, which differ more than 
 
 @dataclass(frozen=True)
 class Interval:
-    """A statistic and the bounds it is within at the given level; none where there are too few windows to tell."""
+    """A statistic and the bounds it is within at the given level; None where there are too few windows to tell."""
 
     value: float
     low: float | None
     high: float | None
+
+    def __str__(self) -> str:
+        if self.low is None or self.high is None:
+            return "no interval: too few windows"
+        return f"95 % interval {self.low:.2f} – {self.high:.2f}"
 
 
 @dataclass(frozen=True)
@@ -44,92 +45,64 @@ class Difference(Interval):
     p: float
 
 
-def draws(count: int, samples: int = DRAWS, seed: int = 0) -> Tensor:
-    """How often each of `count` things is in each bootstrap sample, [samples, count]."""
-    generator = torch.Generator().manual_seed(seed)
-    picked = torch.randint(count, (samples, count), generator=generator)
-    return torch.zeros(samples, count, dtype=torch.float64).scatter_add_(1, picked, torch.ones_like(picked).double())
-
-
-def means(values: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
-    """Σ values / Σ weights in each sample: values [N] or [N, M], weights [N], counts [B, N] → [B] or [B, M]."""
-    total = counts @ weights
-    return (counts @ values) / (total if values.dim() == 1 else total.unsqueeze(-1))
+# ---- means and their differences ------------------------------------------------------------------------------------
 
 
 def mean_interval(values: Sequence[float] | Tensor, *, samples: int = DRAWS, seed: int = 0) -> Interval:
     """The mean of one number per question, such as 1 for a right answer."""
-    x = _column(values)
-    return _interval(float(x.mean()), lambda counts: means(x, torch.ones_like(x), counts), len(x), 1, samples, seed)
-
-
-def perplexity_interval(score: Score) -> Interval:
-    """Perplexity over windows; a window counts by its predicted tokens."""
-    nll, weights = _column(score.nll), _column(score.by_window)
-    return _interval(score.perplexity, lambda counts: means(nll, weights, counts).exp(), len(nll), 2)
-
-
-def token_interval(sums: Sequence[float], weights: Sequence[int]) -> Interval:
-    """The mean over tokens of what was summed over the tokens of each window, such as KL."""
-    x, w = _column(sums), _column(_paired(sums, weights))
-    return _interval(float(x.sum() / w.sum()), lambda counts: means(x, w, counts), len(x), FEWEST)
-
-
-def relative_change(sums: Sequence[float], rival: Sequence[float]) -> Interval:
-    """Σ of the first over Σ of the second on the same windows, minus 1: −0.2 is a fifth less."""
-    x, y = _column(sums), _column(_paired(sums, rival))
-    value = float(x.sum() / y.sum().clamp(min=1e-30)) - 1
-    return _interval(value, lambda counts: (counts @ x) / (counts @ y).clamp(min=1e-30) - 1, len(x), FEWEST)
+    x = column(values)
+    return interval(float(x.mean()), lambda counts: counts @ x / len(x), len(x), 1, samples, seed)
 
 
 def mean_difference(values: Sequence[float], rival: Sequence[float], *, samples: int = DRAWS) -> Difference:
     """Mean of the first minus mean of the second on the same questions."""
-    x = _column(values) - _column(_paired(values, rival))
-    return Difference(**vars(mean_interval(x, samples=samples)), p=sign_flip_p(x))
+    x, y = paired(values, rival)
+    return Difference(**vars(mean_interval(x - y, samples=samples)), p=sign_flip_p(x - y))
 
 
-def perplexity_change(score: Score, rival: Score) -> Difference:
-    """Perplexity relative to the rival's on the same windows, minus 1: 0.05 is five per cent worse."""
-    _paired(score.nll, rival.nll)
-    first, second = ((_column(s.nll), _column(s.by_window)) for s in (score, rival))
-    each, value = first[0] - second[0], score.perplexity / rival.perplexity - 1
-    found = _interval(value, lambda counts: (means(*first, counts) - means(*second, counts)).expm1(), len(each), 2)
-    return Difference(**vars(found), p=sign_flip_p(each))
+def token_interval(sums: Sequence[float], weights: Sequence[int]) -> Interval:
+    """The mean over tokens of what was summed over the tokens of each window, such as KL."""
+    x, w = paired(sums, weights)
+    return interval(float(x.sum() / w.sum()), lambda counts: (counts @ x) / (counts @ w), len(x), FEWEST)
 
 
-def _column(values: Sequence[float] | Tensor) -> Tensor:
+def relative_change(sums: Sequence[float], rival: Sequence[float]) -> Interval:
+    """Σ of the first over Σ of the second on the same windows, minus 1: −0.2 is a fifth less."""
+    x, y = paired(sums, rival)
+    value = float(x.sum() / y.sum().clamp(min=1e-30)) - 1
+    return interval(value, lambda counts: (counts @ x) / (counts @ y).clamp(min=1e-30) - 1, len(x), FEWEST)
+
+
+# ---- the bootstrap --------------------------------------------------------------------------------------------------
+
+
+def column(values: Sequence[float] | Tensor) -> Tensor:
+    """[N] in fp64, of at least one."""
     if not len(values):
         raise ResultError("There is nothing to take statistics of. Evaluate at least one window or question.")
     return torch.as_tensor(values, dtype=torch.float64)
 
 
-def _paired(values: Sequence[float], rival: Sequence[float]) -> Sequence[float]:
+def paired(values: Sequence[float], rival: Sequence[float]) -> tuple[Tensor, Tensor]:
+    """Both as columns of one length."""
     if len(values) != len(rival):
         raise ResultError(
             f"{len(values)} and {len(rival)} windows or questions cannot be paired. Evaluate both on the same text."
         )
-    return rival
+    return column(values), column(rival)
 
 
-# ---- quantiles --------------------------------------------------------------------------------------------------------
-
-
-def _interval(
+def interval(
     value: float, of: Callable[[Tensor], Tensor], count: int, fewest: int, samples: int = DRAWS, seed: int = 0
 ) -> Interval:
-    """`of` gives the statistic of every sample [B] from its counts [B, N]."""
+    """Bounds around a value; `of` gives the statistic of every sample [B] from how often each thing is in it [B, N]."""
     if count < fewest:
         return Interval(value, None, None)
-    sampled, tail = of(draws(count, samples, seed)), expanded_tail((1 - LEVEL) / 2, count)
-    low, high = torch.quantile(sampled, torch.tensor([tail, 1 - tail], dtype=sampled.dtype)).tolist()
+    picked = torch.randint(count, (samples, count), generator=torch.Generator().manual_seed(seed))
+    counts = torch.zeros(samples, count, dtype=torch.float64).scatter_add_(1, picked, torch.ones_like(picked).double())
+    tail = expanded_tail((1 - LEVEL) / 2, count)
+    low, high = torch.quantile(of(counts), torch.tensor([tail, 1 - tail], dtype=torch.float64)).tolist()
     return Interval(value, min(low, value), max(high, value))  # of one window the bounds are the value itself
-
-
-def said(interval: Interval, form: str = "{:.2f}", between: str = " – ") -> str:
-    """The bounds in words, or that there are none."""
-    if interval.low is None or interval.high is None:
-        return "no interval: too few windows"
-    return f"95 % interval {form.format(interval.low)}{between}{form.format(interval.high)}"
 
 
 def sign_flip_p(each: Tensor, samples: int = DRAWS, seed: int = 0) -> float:
@@ -163,7 +136,7 @@ def t_quantile(probability: float, freedom: int) -> float:
     return z + sum(term / freedom**power for power, term in enumerate(terms, start=1))
 
 
-# ---- correlation --------------------------------------------------------------------------------------------------
+# ---- correlation ----------------------------------------------------------------------------------------------------
 
 
 def pearson(x: Tensor, y: Tensor) -> float:
@@ -173,13 +146,13 @@ def pearson(x: Tensor, y: Tensor) -> float:
     return float(x @ y) / scale if scale > 0 else 0.0
 
 
+def spearman(x: Tensor, y: Tensor) -> float:
+    """Correlation of ranks: how well one orders the other."""
+    return pearson(ranks(x), ranks(y))
+
+
 def ranks(x: Tensor) -> Tensor:
     """Ranks [N] from 0; equal values share the mean of theirs."""
     _, group, size = torch.unique(x, return_inverse=True, return_counts=True)
     last = size.cumsum(0).double()
     return (last - (size.double() + 1) / 2)[group]
-
-
-def spearman(x: Tensor, y: Tensor) -> float:
-    """Correlation of ranks: how well one orders the other."""
-    return pearson(ranks(x), ranks(y))

@@ -110,13 +110,14 @@ class Skipping:
         if key not in structure:
             raise PlanError(
                 f"The plan has no layer {key} ({name}); it is of another model ({plan.model or 'unnamed'}) or this layer is "
-                "built in a way `ace plan` does not cover. Build one with `ace plan`."
+                "built in a way that plans do not cover. Build one with `ace plan MODEL -o FILE`."
             )
         expected = {n: v for n, v in structure[key].items() if n in sizes and v}
         difference = structure_difference({key: expected}, {key: sizes})
         if difference:
             raise PlanError(
-                f"The plan is of another model ({plan.model or 'unnamed'}): {difference}. Build one with `ace plan`."
+                f"The plan is of another model ({plan.model or 'unnamed'}): {difference}. Build one with "
+                "`ace plan MODEL -o FILE`."
             )
         if rank is not None:
             self._refuse_parts()

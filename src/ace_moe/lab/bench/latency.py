@@ -40,7 +40,7 @@ class Timing:
 
     @property
     def ms(self) -> float:
-        """Of the GPU where there is one."""
+        """Milliseconds of the GPU, where there is one."""
         return self.wall if self.gpu is None else self.gpu
 
 
@@ -164,7 +164,7 @@ class Generated(Steps):
 
     @torch.no_grad()
     def rewind(self) -> None:
-        """By the prompt again: windows and states cannot be wound back."""
+        """Run the prompt again: windows and states cannot be wound back."""
         self.cache.reset()
         self.model(input_ids=self.tokens[:, : self.prompt], past_key_values=self.cache, logits_to_keep=1)
 

@@ -1,4 +1,4 @@
-"""Whether a benchmark fits, found out before it fills the machine."""
+"""Refusal of a benchmark that does not fit, before it fills the machine."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ USED = (Path("/sys/fs/cgroup/memory.current"), Path("/sys/fs/cgroup/memory/memor
 
 
 def checkpoint_bytes(model: str | Path) -> int:
-    """What a checkpoint's weights take, as large as its files."""
+    """Bytes of a checkpoint's weights, by the size of its files."""
     return sum(file.stat().st_size for file in set(locate(resolve(model)).values()))
 
 
@@ -74,7 +74,7 @@ def _machine() -> int:
 
 
 def _group() -> int:
-    """What the control group leaves, where there is one with a limit; files it has read can be let go of."""
+    """Bytes the control group leaves, where there is one with a limit; files it has read can be let go of."""
     for limit, used in zip(LIMITS, USED, strict=True):
         try:
             most = limit.read_text().strip()

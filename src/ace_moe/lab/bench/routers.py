@@ -70,7 +70,7 @@ def mean_union(logits: Tensor, k: int, batch: int) -> float:
 
 
 @dataclass(frozen=True)
-class Router:
+class RandomRouter:
     """A router of `experts` experts, k a token: logits spread by s, ρ of their variance common to all tokens."""
 
     kind: str
@@ -80,7 +80,7 @@ class Router:
     skew: float = 0.0
 
     @classmethod
-    def like(cls, kind: str, experts: int, k: int, union: float | None = None) -> Router:
+    def like(cls, kind: str, experts: int, k: int, union: float | None = None) -> RandomRouter:
         """Fitted: `union` is what 16 tokens read where routing is skewed."""
         check_kind(kind, union)
         flat = cls(kind, experts, k)
@@ -94,18 +94,18 @@ class Router:
         return max(1, self.experts // self.k)
 
     def _members(self, groups: Tensor) -> Tensor:
-        """Each group's row given to its experts, [groups, n] → [E, n]; groups of k or a few more, none of less than a token's."""
+        """Give each group's row to its experts, [groups, n] → [E, n]; groups of k or a few more, none of less than a token's."""
         return groups[torch.arange(self.experts, device=groups.device) * self.groups // self.experts]
 
     def rows(self, width: int, generator: torch.Generator) -> Tensor:
-        """What differs from token to token, [E, width]: random directions, or logits of so many tokens."""
+        """The part of logits that differs from token to token, [E, width]: random directions, or logits of so many tokens."""
         device = generator.device
         own = torch.randn(self.experts, width, generator=generator, device=device)
         groups = torch.randn(self.groups, width, generator=generator, device=device)
         return self.spread * ((1 - COMMON) ** 0.5 * own + (COMMON * (1 - self.skew)) ** 0.5 * self._members(groups))
 
     def biases(self, seed: int) -> Tensor:
-        """What all tokens' logits have in common, [E, 1]: normal quantiles, so that their spread is no matter of luck."""
+        """The part that all tokens' logits share, [E, 1]: normal quantiles, so that their spread does not depend on luck."""
         spread = torch.special.ndtri((torch.arange(self.groups) + 0.5) / self.groups)
         order = torch.randperm(self.groups, generator=torch.Generator().manual_seed(seed))
         return self.spread * (COMMON * self.skew) ** 0.5 * self._members(spread[order].unsqueeze(1))
@@ -139,7 +139,7 @@ class Router:
 
 
 @cache
-def _simulated_union(router: Router, batch: int) -> float:
+def _simulated_union(router: RandomRouter, batch: int) -> float:
     return sum(mean_union(logits, router.k, batch) for logits in router.draws(batch)) / DRAWS
 
 
@@ -149,10 +149,10 @@ def default_union(experts: int, k: int) -> float:
 
 
 @torch.no_grad()
-def shape_routers(model: PreTrainedModel, kind: str, union: float | None = None) -> Router | None:
+def shape_routers(model: PreTrainedModel, kind: str, union: float | None = None) -> RandomRouter | None:
     """Give a random model's routers this routing, each layer fitted on what reaches it; None: left as they are."""
     sites = MoEModel.of(model).sites
-    router = Router.like(kind, sites[0].num_experts, sites[0].top_k, union)
+    router = RandomRouter.like(kind, sites[0].num_experts, sites[0].top_k, union)
     if kind == UNIFORM:
         return None
     embeddings = model.get_input_embeddings().weight
@@ -167,8 +167,8 @@ def shape_routers(model: PreTrainedModel, kind: str, union: float | None = None)
 
 
 @contextmanager
-def _fitted(owners: list[nn.Module], router: Router) -> Iterator[None]:
-    """Inside, each router gets its weights when a pass reaches it: what comes before it routes as it will."""
+def _fitted(owners: list[nn.Module], router: RandomRouter) -> Iterator[None]:
+    """Give each router its weights when a pass reaches it: what comes before it routes as it will."""
 
     def fit(seed: int, module: nn.Module, args: tuple[Tensor, ...]) -> None:
         x = args[0].reshape(-1, args[0].shape[-1]).float()
@@ -180,7 +180,7 @@ def _fitted(owners: list[nn.Module], router: Router) -> Iterator[None]:
         yield
 
 
-def weights(router: Router, x: Tensor, seed: int) -> Tensor:
+def weights(router: RandomRouter, x: Tensor, seed: int) -> Tensor:
     """Router weights [E, d] that give inputs like x [T, d] the router's logits.
 
     Biases lie along the inputs' mean, which every token has in it; the rest of the weights does not look there.

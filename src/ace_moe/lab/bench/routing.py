@@ -1,4 +1,4 @@
-"""What a benchmark's routing looks like: latency depends on how many distinct experts a layer must read.
+"""The routing of a benchmark: latency depends on how many distinct experts a layer must read.
 
 Random weights can route in ways no trained model does. A run says how wide its router logits spread, how its gates are
 shared out and how many experts its tokens need, and is not valid where that is more than 5 % away from what was asked for.
@@ -41,7 +41,7 @@ class Routed:
 
 
 class _Seen:
-    """What the layers of one pass over [B, S] tokens decided; of the last `steps` tokens of each row, each a step."""
+    """Decisions of the layers in one pass over [B, S] tokens; of the last `steps` tokens of each row, each a step."""
 
     def __init__(self, shape: tuple[int, int], steps: int | None, experts: int):
         self.shape, self.steps, self.experts = shape, steps, experts

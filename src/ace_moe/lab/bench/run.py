@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -19,10 +19,11 @@ from ...engines.transformers.experts import UNRULED
 from ...errors import IntegrationError, OptionError
 from ...mapping.recipe import bisect
 from ...plan import Plan
+from ...provenance import provenance
 from ...tables.build import build_plan
 from ...text import Windows
+from .fidelity import fidelity
 from .latency import STEPS, Generated, Loop, Prompt, Steps, Timing, once
-from .quality import fidelity
 from .routing import Expected, Routed, observe
 from .tokens import random_tokens, text_tokens
 
@@ -69,7 +70,7 @@ class Row:
 
     @property
     def ms(self) -> float:
-        """Of the GPU where there is one."""
+        """Milliseconds of the GPU, where there is one."""
         return self.wall_ms if self.gpu_ms is None else self.gpu_ms
 
 
@@ -86,7 +87,7 @@ Make = Callable[[str], Timed]
 
 @dataclass(frozen=True)
 class Case:
-    """What is timed under which name, and whether the rule is in it; `stock`: the implementation it runs without the plan."""
+    """One thing that is timed, under its name; `ours`: the rule is in it; `stock`: what it runs without the plan."""
 
     path: str
     ratio: float
@@ -137,7 +138,7 @@ class Bench:
         yield from self._rows("tpot", (prompt, batch), stock, make)
 
     def _tried(self, path: str, whole: Callable[[], Timed], plain: Callable[[], Timed]) -> Timed:
-        """In one graph if the model fits one; all paths of a run go the same way."""
+        """Capture one graph if the model fits one; all paths of a run go the same way."""
         if self.graphs and path != "eager":
             try:
                 return whole()
@@ -188,7 +189,7 @@ class Bench:
         return timing, phase["realised"] if case.ours else 0.0
 
     def _in_turn(self, cases: Sequence[Case], what: str) -> list[tuple[Case, Timing, float]]:
-        """Each case once per round; medians over the rounds."""
+        """Time each case once per round; return medians over the rounds."""
         found: list[list[Timing]] = [[] for _ in cases]
         realised = [0.0] * len(cases)
         for _ in range(REPEATS):
@@ -207,7 +208,7 @@ class Bench:
     def _row(
         self, what: str, size: tuple[int, int], case: Case, timing: Timing, realised: float, routed: Routed
     ) -> Row:
-        """With the routing behind it; for decode also the rate at which needed weights were read."""
+        """Build a row with the routing behind it; for decode also the rate at which needed weights were read."""
         row = Row(
             what, case.path, *size, case.ratio, realised, timing.wall, timing.gpu, timing.spread, case.timed.loop,
             routed.spread, routed.shares, routed.experts, routed.executed, routed.valid,
@@ -243,10 +244,8 @@ def read_rate(device: torch.device) -> float | None:
     return big.numel() * 4 / min(times) / 1e9
 
 
-def result(
-    record: Mapping[str, Any], rows: Sequence[Row], ceiling: float | None = None, **facts: Any
-) -> dict[str, Any]:
-    """What is stored; `record` says what made it."""
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-    machine = {"command": record["command"], "device": device, "torch": torch.__version__, "provenance": record}
-    return {**machine, "read_tb_s": ceiling, **facts, "rows": [asdict(r) for r in rows]}
+def describe(device: torch.device, inputs: Mapping[str, str]) -> dict[str, Any]:
+    """Collect what is stored beside the rows."""
+    record, name = provenance(device, inputs), "cpu" if device.type == "cpu" else torch.cuda.get_device_name(device)
+    machine = {"device": name, "torch": torch.__version__, "read_tb_s": read_rate(device)}
+    return {"command": record["command"], **machine, "provenance": record}

@@ -64,7 +64,7 @@ def hollow(shape: str, layers: int | None = None, **changes: Any) -> PreTrainedM
 
 
 def fill(model: PreTrainedModel, device: str) -> PreTrainedModel:
-    """With random weights."""
+    """Fill a hollow model with random weights."""
     model.to_empty(device=device)
     model.init_weights()
     return _roughen(model)

@@ -1,4 +1,4 @@
-"""What a comparison compares: methods × budgets × gains, as typed and as policies."""
+"""The grid of a comparison: methods × budgets × gains, as typed and as policies."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 
 from ...errors import OptionError
 from ...plan import Plan, typed
-from ...policies import POLICIES, PRESETS, Policy, find, make
+from ...policies import POLICIES, PRESETS, Policy, make
 from ...policies import parse as parse_method
 from ...rule import GAINS
-from ..policies import LAB_POLICIES, calibrated
+from ...tables import TABLES
+from .verdict import CITED
 
-CITED = "cited"  # each method with the gain of its own paper
 FIRST = ("fixed", "share", "share:squared=true", "top_p:squared=true", "ace", "paper")  # where none are named
 SMALLEST_STEP = 0.2  # under it one slot of a token is all there is to skip
 
@@ -28,7 +28,7 @@ class Key(NamedTuple):
 
 @dataclass(frozen=True)
 class Grid:
-    """What is compared. `safeguards` are settings every policy gets beside its gain; `steps` the ratios that a method which
+    """Cells to measure. `safeguards` are settings every policy gets beside its gain; `steps` the ratios that a method which
     knows steps of 1/k alone is measured at, and the others too, so that pairs skip equally."""
 
     methods: tuple[str, ...]
@@ -51,13 +51,13 @@ class Grid:
         return self.gains if own is None else (CITED,) if CITED in self.gains else (str(own),)
 
     def budgets_of(self, method: str) -> tuple[float, ...]:
-        if self.steps and class_of(method).stepwise:
+        if self.steps and made(method).stepwise:
             return self.steps
         return tuple(sorted({*self.budgets, *self.steps}))
 
     def stepped(self, top_k: int) -> Grid:
-        """With the steps of 1/k, where a method is compared that knows no others."""
-        if not any(class_of(method).stepwise for method in self.methods):
+        """Add the steps of 1/k, where a method is compared that knows no others."""
+        if not any(made(method).stepwise for method in self.methods):
             return self
         steps = tuple(n / top_k for n in range(1, top_k) if SMALLEST_STEP <= n / top_k <= max(self.budgets))
         return replace(self, steps=steps)
@@ -67,15 +67,19 @@ class Grid:
         gains = {} if gain == CITED or parse_method(method)[0] in PRESETS else {"gain": gain}
         return made(method, **self.safeguards, **gains)
 
+    def servable(self) -> dict[str, str]:
+        """Methods that every engine serves without a text of their own, and how each is asked for: policy or preset."""
+        policies = {method: made(method) for method in self.methods}
+        return {
+            method: "preset" if parse_method(method)[0] in PRESETS else "policy"
+            for method, policy in policies.items()
+            if policy.by_token and not needs_text(policy)
+        }
+
     @property
     def calibrated(self) -> bool:
-        """Whether any of the methods needs a text."""
-        return any(calibrated(made(method)) for method in self.methods)
-
-
-def class_of(method: str) -> type[Policy]:
-    name, _ = parse_method(method)
-    return type(PRESETS[name]) if name in PRESETS else find(name)
+        """True if any of the methods needs a text."""
+        return any(needs_text(made(method)) for method in self.methods)
 
 
 def made(method: str, **settings: Any) -> Policy:
@@ -84,8 +88,13 @@ def made(method: str, **settings: Any) -> Policy:
     return make(PRESETS.get(name, name), **{**settings, **params})
 
 
+def needs_text(policy: Policy) -> bool:
+    """True if the policy reads a table that weights alone do not give: a running model makes it from a text."""
+    return not set(policy.needs) <= set(TABLES)
+
+
 def first_methods(plan: Plan) -> tuple[str, ...]:
-    """What is compared where nothing is named: the rivals everybody asks about, and what the plan recommends."""
+    """Methods to compare where none is named: the rivals everybody asks about, and the one the plan recommends."""
     recommended = (plan.recommendation or {}).get("settings")
     return FIRST if recommended is None else tuple(dict.fromkeys((*FIRST, written(recommended))))
 
@@ -99,9 +108,13 @@ def written(settings: Mapping[str, Any]) -> str:
 def parse_methods(text: str) -> tuple[str, ...]:
     """ "all", or names of policies with settings after colons: "share,ace:fusion=min"."""
     named = tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
-    methods = (*POLICIES, *LAB_POLICIES) if named == ("all",) else named
-    if not methods:
-        raise OptionError(f"No method was named. Choose all, or some of: {', '.join((*POLICIES, *LAB_POLICIES))}.")
+    if named in ((), ("all",)):
+        from ..policies import LAB_POLICIES  # imports every method of the lab
+
+        known = (*POLICIES, *LAB_POLICIES)
+        if not named:
+            raise OptionError(f"No method was named. Choose all, or some of: {', '.join(known)}.")
+    methods = known if named == ("all",) else named
     for method in methods:
         made(method)
     return methods

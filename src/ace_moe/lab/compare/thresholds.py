@@ -10,25 +10,24 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from ... import progress
 from ...decider import Deciders
 from ...errors import OptionError, PolicyError
-from ...mapping.fit import Histogram, quantile_fits
+from ...mapping.fit import quantile_fits
+from ...mapping.passes import attached
 from ...mapping.recipe import corrected_fit, fit_budgets, search
 from ...policies import Policy
 from ...text import Windows
-from .store import open_results, write_json
+from ..store import THRESHOLDS, Results, ResultsFile, begin_run, put
 from .subject import Recorder, Subject, by_quantile, identity_of
 
-KIND = "study thresholds"
 TOLERANCE = 1e-3  # a tenth of a point of realised ratio, for every way of mapping
 POINTS, STEEPNESS, LARGEST = 100, 10.0, 0.71  # MoDES' grid for text: thresholds from 0 to 0.71, exponentially spaced
-Results = dict[str, Any]
+KEYS = {"workloads": ("workload", "budget"), "transfers": ("from", "to", "budget"), "cost": ("way",)}
 
 
 @dataclass(frozen=True)
@@ -52,20 +51,25 @@ class Study:
 
 
 def study(setup: Study, workloads: Sequence[Windows], path: Path, facts: Results) -> Results:
-    """Thresholds of each workload, every transfer between two, and the cost on the first one."""
+    """Measure thresholds of each workload, every transfer between two, and the cost on the first one."""
     _check(setup, workloads)
-    results = open_results(path, KIND, setup.identity(workloads)) | facts
-    for part in ("workloads", "transfers", "cost"):
-        results.setdefault(part, [])
-    results["budgets"] = sorted({*results.get("budgets", ()), *setup.budgets})
+    file = ResultsFile(path, THRESHOLDS, setup.identity(workloads))
+    known = file.read()
+    with file.changed() as results:
+        begin_run(results, facts)
+        results["budgets"] = sorted({*results.get("budgets", ()), *setup.budgets})
+        for part in KEYS:
+            results.setdefault(part, [])
     with progress.task("parts", len(workloads) + 1) as task:
         for windows in workloads:
-            _workload(setup, windows, workloads, results, lambda: write_json(path, results))
+            _workload(setup, windows, workloads, known, file)
             task.advance()
-        if not results["cost"]:
-            results["cost"] = cost(setup, workloads[0])
-    write_json(path, results)
-    return results
+        if not known.get("cost"):
+            rows = cost(setup, workloads[0])
+            with file.changed() as results:
+                for row in rows:
+                    put(results["cost"], row, KEYS["cost"])
+    return file.read()
 
 
 def _check(setup: Study, workloads: Sequence[Windows]) -> None:
@@ -81,32 +85,32 @@ def _check(setup: Study, workloads: Sequence[Windows]) -> None:
         )
 
 
-def _workload(
-    setup: Study, windows: Windows, workloads: Sequence[Windows], results: Results, save: Callable[[], None]
-) -> None:
-    """One workload's own thresholds, and what they realise on every other."""
+def _workload(setup: Study, windows: Windows, workloads: Sequence[Windows], known: Results, file: ResultsFile) -> None:
+    """Measure one workload's own thresholds, and what they realise on every other."""
     name = windows.workload.name
-    known = {(row["workload"], row["budget"]) for row in results["workloads"]}
-    todo = [b for b in setup.budgets if (name, b) not in known]
-    if not todo:
+    finished = {(row["workload"], row["budget"]) for row in known.get("workloads", ())}
+    missing = [budget for budget in setup.budgets if (name, budget) not in finished]
+    if not missing:
         return
-    with setup.subject.under(setup.policy) as deciders:
+    with attached(setup.subject.model, setup.subject.plan, setup.policy) as deciders:
         runs = {
             w.workload.name: Recorder(deciders, replace(setup.subject, windows=w), faithful=False) for w in workloads
         }
-        seen = {other: run(0.0) for other, run in runs.items()} if not setup.measured else {name: runs[name](0.0)}
-        for budget in todo:
-            made = fit_budgets(runs[name], [budget], dense=seen[name])[0]
-            carried = [_carry(made.threshold, name, to, run, seen) for to, run in runs.items() if to != name]
-            text = {"workload": name, "tokens": windows.workload.tokens, "budget": budget}
-            results["workloads"].append({**text, "threshold": made.threshold, "realised": made.realised})
-            results["transfers"] += [row | {"budget": budget} for row in carried]
-            save()
-
-
-def _carry(threshold: float, source: str, to: str, run: Recorder, seen: Mapping[str, Histogram]) -> Results:
-    realised = seen[to].ratio(threshold) if to in seen else run.outcome(threshold).realised
-    return {"from": source, "to": to, "threshold": threshold, "realised": realised}
+        dense = {other: run(0.0) for other, run in runs.items() if other == name or not setup.measured}
+        for budget in missing:
+            fit = fit_budgets(runs[name], [budget], dense=dense[name])[0]
+            realised = {
+                to: dense[to].ratio(fit.threshold) if to in dense else run.outcome(fit.threshold).realised
+                for to, run in runs.items()
+                if to != name
+            }
+            own = {"workload": name, "tokens": windows.workload.tokens, "budget": budget}
+            with file.changed() as results:
+                row = own | {"threshold": fit.threshold, "realised": fit.realised}
+                put(results["workloads"], row, KEYS["workloads"])
+                for to, ratio in realised.items():
+                    row = {"from": name, "to": to, "threshold": fit.threshold, "realised": ratio, "budget": budget}
+                    put(results["transfers"], row, KEYS["transfers"])
 
 
 # ---- cost ---------------------------------------------------------------------------------------------------------
@@ -120,7 +124,7 @@ def cost(setup: Study, windows: Windows) -> list[Results]:
         "binary search": lambda run: [search(run, b, TOLERANCE).threshold for b in setup.budgets],
         "frontier walk": lambda run: _walk(run, setup.budgets, setup.points),
     }
-    with setup.subject.under(setup.policy) as deciders:
+    with attached(setup.subject.model, setup.subject.plan, setup.policy) as deciders:
         subject = replace(setup.subject, windows=windows)
         return [_timed(name, way, deciders, subject, setup.budgets) for name, way in ways.items()]
 

@@ -1,4 +1,4 @@
-"""What the evaluation harnesses share: a plan among a model's options, a checkpoint without code, data that is not there."""
+"""Shared by the evaluation harnesses: a plan among a model's options, a checkpoint without code, data that is not there."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ OURS = ("policy", "preset", "gain", "min_active", "min_mass", "workload", "allow
 
 
 def load_ace(plan: str, skip: Any, options: dict[str, Any]) -> ACE:
-    """With what the options hold of ours, which is taken out; a wrong plan is refused before a model is loaded."""
+    """Load a plan with our settings, taken out of the options; refuses a wrong plan before a model is loaded."""
     return ACE.load(plan, skip, **{name: options.pop(name) for name in OURS if name in options})
 
 
@@ -39,7 +39,7 @@ def folder_without_code(model: str | Path) -> str:
 
 @contextmanager
 def data_of(task: str) -> Iterator[None]:
-    """What a data set's library raises where there is none, in words: such errors call themselves errors of files."""
+    """Say in words that a data set is missing: its library raises errors that look like those of files."""
     try:
         yield
     except OSError as error:  # DatasetNotFoundError, ConnectionError and their kin

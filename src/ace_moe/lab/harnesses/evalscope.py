@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import IntegrationError
-from ..tasks.tasks import LONG, TASKS, Harness, Row, Task, check_source
+from ..tasks.catalogue import LONG, TASKS, Row, TaskSpec, check_source
+from ..tasks.evaluate import Harness
 from .base import data_of, folder_without_code, load_ace
 
 try:
@@ -100,14 +101,14 @@ class TextAdapter(DefaultDataAdapter):
         return Score(value=value, prediction=original_prediction, main_score_name="acc")
 
 
-def _is_right(task: Task, row: Row, text: str) -> bool:
+def _is_right(task: TaskSpec, row: Row, text: str) -> bool:
     if task.last_word is not None:
         return text.split()[:1] == [task.last_word(row)]
     assert task.right is not None
     return task.right(row, text)
 
 
-def _record(task: Task, row: Row) -> dict[str, Any]:
+def _record(task: TaskSpec, row: Row) -> dict[str, Any]:
     """A row as our adapters read it."""
     if task.choices is None:
         return {"question": task.ask(row), "task": task.name, "row": dict(row)}
@@ -153,7 +154,7 @@ class EvalScope(Harness):
             seed=42,
         )
 
-    def _local(self, task: Task, rows: Sequence[Row], folder: Path) -> tuple[str, dict[str, Any]]:
+    def _local(self, task: TaskSpec, rows: Sequence[Row], folder: Path) -> tuple[str, dict[str, Any]]:
         data = folder / "data"
         data.mkdir()
         lines = [json.dumps(_record(task, row)) for row in rows]
@@ -161,7 +162,7 @@ class EvalScope(Harness):
         name = TEXT if task.choices is None else CHOICE
         return name, {"local_path": str(data), "subset_list": [task.name]}
 
-    def _theirs(self, name: str, task: Task | None) -> tuple[str, dict[str, Any]]:
+    def _theirs(self, name: str, task: TaskSpec | None) -> tuple[str, dict[str, Any]]:
         if task is not None:
             check_source(task, "evalscope", local=False)
         benchmark, _, subset = (task.hub["evalscope"] if task else name).partition(":")

@@ -13,7 +13,8 @@ from typing import Any
 
 from ...checkpoint.loading import default_device, load_model, load_tokenizer
 from ...errors import IntegrationError, TaskError
-from ..tasks.tasks import TASKS, Harness, Row, Task, check_source
+from ..tasks.catalogue import TASKS, Row, TaskSpec, check_source
+from ..tasks.evaluate import Harness
 from .base import data_of, load_ace
 
 try:
@@ -64,7 +65,7 @@ def expanded(pretrained: str, options: dict[str, Any]) -> dict[str, Any]:
 # ---- our tasks ----------------------------------------------------------------------------------------------------
 
 
-def local_task(task: Task, rows: Sequence[Row]) -> ConfigurableTask:
+def local_task(task: TaskSpec, rows: Sequence[Row]) -> ConfigurableTask:
     """A task of the harness over rows of ours: by likelihood of choices or of a last word, or by generated text."""
     common = {
         "task": task.name,
@@ -77,7 +78,7 @@ def local_task(task: Task, rows: Sequence[Row]) -> ConfigurableTask:
     return ConfigurableTask(config=common | _scoring(task))
 
 
-def _scoring(task: Task) -> dict[str, Any]:
+def _scoring(task: TaskSpec) -> dict[str, Any]:
     mean = {"aggregation": "mean", "higher_is_better": True}
     if task.choices is not None:
         metrics = [{"metric": "acc", **mean}, {"metric": "acc_norm", **mean}]
@@ -97,7 +98,7 @@ def _scoring(task: Task) -> dict[str, Any]:
     }
 
 
-def _judge(task: Task) -> Callable[[Row, Sequence[str]], dict[str, float]]:
+def _judge(task: TaskSpec) -> Callable[[Row, Sequence[str]], dict[str, float]]:
     right = task.right
     assert right is not None
     return lambda row, texts: {task.metric: float(right(row, texts[0]))}
@@ -136,7 +137,7 @@ class LmEval(Harness):
         assert found is not None
         return found
 
-    def _check_known(self, name: str, task: Task | None) -> None:
+    def _check_known(self, name: str, task: TaskSpec | None) -> None:
         if task is None and name not in self.manager.all_tasks:
             near = difflib.get_close_matches(name, [*TASKS, *self.manager.all_tasks], n=1)
             meant = f" Did you mean {near[0]!r}?" if near else ""
@@ -144,7 +145,7 @@ class LmEval(Harness):
                 f"lm-eval has no task {name!r}, and neither have we.{meant} `lm-eval ls tasks` lists its own."
             )
 
-    def _source(self, task: Task, rows: Sequence[Row] | None) -> ConfigurableTask | str:
+    def _source(self, task: TaskSpec, rows: Sequence[Row] | None) -> ConfigurableTask | str:
         """Rows that are given, rows of the same shape from the hub, or lm-eval's own task."""
         if rows is None and "dataset" in task.hub:
             rows = datasets.load_dataset(task.hub["dataset"], split="test").to_list()

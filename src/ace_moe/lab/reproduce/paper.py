@@ -1,4 +1,4 @@
-"""What the paper printed, for its three models: shown beside one's own figures, never used otherwise.
+"""Figures the paper printed for its three models: shown beside one's own, never used otherwise.
 
 Budgets are 10, 20 … 60 %. Qwen3 and Qwen3.6: perplexity and mean accuracy in turn; Gemma-4: accuracy alone.
 """
@@ -123,7 +123,7 @@ def quality(model: str, method: str, budget: float) -> tuple[float | None, float
 
 
 def threshold(model: str, workload: str, budget: float) -> float | None:
-    """Of a workload that has the paper's name, such as MATH-500.jsonl."""
+    """Threshold of a workload that has the paper's name, such as MATH-500.jsonl."""
     name, at = known(model), round(budget * 10) - 1
     numbers = rows(THRESHOLDS[name]).get(workload) if name else None
     return numbers[at] if numbers else None

@@ -1,4 +1,4 @@
-"""Each of the paper's tables: the commands that measure it with the paper's settings, and where its cells are found."""
+"""The paper's tables: the commands that measure each with the paper's settings, and where its cells are found."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NO_BUDGET = "none of this table's budgets was asked for: name some of 0.1, 0.3 a
 
 @dataclass(frozen=True)
 class Setup:
-    """What the user gives. Files are passed on to the commands; results go into `folder`."""
+    """The user's settings. Files are passed on to the commands; results go into `folder`."""
 
     model: str
     name: str  # of the model, without its folder
@@ -59,7 +59,7 @@ def flags(**given: object) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Step:
+class CommandStep:
     """One command. `passes` over the text, about; `lacks` says why it cannot run here."""
 
     name: str
@@ -72,7 +72,7 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Cell:
+class PaperCell:
     """`place` is where the step's file has the number; `paper` what the paper printed there."""
 
     row: str
@@ -83,14 +83,14 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Table:
+class PaperTable:
     name: str
     title: str
-    steps: tuple[Step, ...]
-    cells: tuple[Cell, ...]
+    steps: tuple[CommandStep, ...]
+    cells: tuple[PaperCell, ...]
 
 
-def tables(setup: Setup, wanted: str) -> list[Table]:
+def tables(setup: Setup, wanted: str) -> list[PaperTable]:
     """The tables of a name; `all` has every one."""
     names = list(TABLES) if wanted == "all" else [wanted]
     if not set(names) <= set(TABLES):
@@ -101,23 +101,23 @@ def tables(setup: Setup, wanted: str) -> list[Table]:
 # ---- quality ------------------------------------------------------------------------------------------------------------
 
 
-def main(setup: Setup) -> Table:
+def main(setup: Setup) -> PaperTable:
     title = f"{setup.name}: every method at every budget, perplexity and mean accuracy"
     return _quality(setup, "main", title, METHODS, setup.budgets)
 
 
-def components(setup: Setup) -> Table:
+def components(setup: Setup) -> PaperTable:
     methods = {name: METHODS[name] for name in ("GSP", "RCR", "ACE")}
     budgets = [b for b in (0.1, 0.3, 0.5) if b in setup.budgets]
     return _quality(setup, "components", f"{setup.name}: the two views and both together", methods, budgets)
 
 
-def fusion(setup: Setup) -> Table:
+def fusion(setup: Setup) -> PaperTable:
     budgets = [b for b in (0.3, 0.5) if b in setup.budgets]
     return _quality(setup, "fusion", f"{setup.name}: how the views are fused", FUSIONS, budgets)
 
 
-def _quality(setup: Setup, name: str, title: str, methods: dict[str, str], budgets: Sequence[float]) -> Table:
+def _quality(setup: Setup, name: str, title: str, methods: dict[str, str], budgets: Sequence[float]) -> PaperTable:
     steps = [_plan(setup), _compare(setup, name, tuple(methods.values()), budgets)]
     steps += [step for method in methods.values() for step in _accuracy(setup, name, method, budgets)]
     cells = []
@@ -125,21 +125,21 @@ def _quality(setup: Setup, name: str, title: str, methods: dict[str, str], budge
         for budget in budgets if row != "BF16" else (0.0,):
             place: tuple[Any, ...] = (method, "cited", budget) if budget else ("dense",)
             column, printed = f"{budget:.0%} " if budget else "", paper.quality(setup.name, row, budget)
-            cells.append(Cell(row, f"{column}PPL", steps[1].name, place, printed[0]))
-            cells.append(Cell(row, f"{column}Acc.", f"{name}: accuracy of {method}", (budget,), printed[1]))
-    return Table(name, title, tuple(steps), tuple(cells))
+            cells.append(PaperCell(row, f"{column}PPL", steps[1].name, place, printed[0]))
+            cells.append(PaperCell(row, f"{column}Acc.", f"{name}: accuracy of {method}", (budget,), printed[1]))
+    return PaperTable(name, title, tuple(steps), tuple(cells))
 
 
-def _plan(setup: Setup) -> Step:
-    return Step("plan", ("tables", setup.model, "-o", setup.at(PLAN)), PLAN, 0)
+def _plan(setup: Setup) -> CommandStep:
+    return CommandStep("plan", ("plan", setup.model, "--tables", "-o", setup.at(PLAN)), PLAN, 0)
 
 
-def _compare(setup: Setup, table: str, methods: Sequence[str], budgets: Sequence[float]) -> Step:
+def _compare(setup: Setup, table: str, methods: Sequence[str], budgets: Sequence[float]) -> CommandStep:
     """Without correction: the paper maps with one pass and reports what it realised."""
     given = flags(text=setup.text, methods=",".join(methods), gains="cited", budgets=_listed(budgets))
     given += [*flags(plan=setup.at(PLAN), no_correct=True), *setup.sizes(), "-o", setup.at("compare.json")]
     asked = {(method, budget) for method in methods for budget in budgets}
-    return Step(
+    return CommandStep(
         f"{table}: perplexity", ("compare", setup.model, *given), "compare.json", 1 + 2 * len(asked),
         lacks="" if budgets else NO_BUDGET, whole=lambda found: asked <= _measured(found),
     )  # fmt: skip
@@ -150,18 +150,18 @@ def _measured(found: Any) -> set[tuple[str, float]]:
     return cells | {(m, b) for m, refused in found["refused"].items() for b in refused["budgets"]}
 
 
-def _accuracy(setup: Setup, table: str, method: str, budgets: Sequence[float]) -> list[Step]:
+def _accuracy(setup: Setup, table: str, method: str, budgets: Sequence[float]) -> list[CommandStep]:
     """Thresholds of the method into the plan, then the tasks. The paper maps on each task's own prompts, this on the text."""
     policy = {"preset": "paper"} if method == "paper" else {"policy": method}
     lacks = _lacking(setup) if budgets else NO_BUDGET
     given = flags(plan=setup.at(PLAN), text=setup.text, budgets=_listed(budgets), **policy)
     given += [*flags(no_correct=True, no_fidelity=True), *setup.sizes()]
-    mapped = Step(f"{table}: thresholds of {method}", ("budget", setup.model, *given), PLAN, 1, lacks=lacks)
+    mapped = CommandStep(f"{table}: thresholds of {method}", ("plan", setup.model, *given), PLAN, 1, lacks=lacks)
     file = f"eval_{method.replace(':', '_').replace('=', '_')}.json"
     asked = flags(plan=setup.at(PLAN), tasks=setup.tasks, skip=f"0,{_listed(budgets)}", **policy, harness=setup.harness)
     asked += flags(device=setup.device, data=setup.data, limit=setup.limit, run_code=setup.run_code)
     argv = ("eval", setup.model, *asked, "-o", setup.at(file))
-    return [mapped, Step(f"{table}: accuracy of {method}", argv, file, 0, "" if setup.data else "hub", lacks)]
+    return [mapped, CommandStep(f"{table}: accuracy of {method}", argv, file, 0, "" if setup.data else "hub", lacks)]
 
 
 def _lacking(setup: Setup) -> str:
@@ -178,32 +178,34 @@ def _listed(budgets: Sequence[float]) -> str:
 # ---- thresholds ---------------------------------------------------------------------------------------------------------
 
 
-def stability(setup: Setup) -> Table:
+def stability(setup: Setup) -> PaperTable:
     step = _thresholds(setup, "stability: thresholds", setup.budgets)
     cells = [
-        Cell(path.name, f"{b:.0%}", step.name, ("own", path.name, b), paper.threshold(setup.name, path.stem, b))
+        PaperCell(path.name, f"{b:.0%}", step.name, ("own", path.name, b), paper.threshold(setup.name, path.stem, b))
         for path in setup.workloads
         for b in setup.budgets
     ]
-    return Table("stability", f"{setup.name}: thresholds of each workload", (*cost(setup).steps, step), tuple(cells))
+    return PaperTable(
+        "stability", f"{setup.name}: thresholds of each workload", (*cost(setup).steps, step), tuple(cells)
+    )
 
 
-def cost(setup: Setup) -> Table:
-    """Of the first budget alone, as in the paper; the study of all budgets goes on in the same file and finds it there."""
+def cost(setup: Setup) -> PaperTable:
+    """Cost of the first budget alone, as in the paper; the study of all budgets goes on in the same file and finds it there."""
     step = _thresholds(setup, "cost: ways to map", setup.budgets[:1])
     printed = paper.COST if paper.known(setup.name) == "qwen3" else {}
-    cells = [Cell(row, "minutes", step.name, ("cost", way), printed.get(way)) for row, way in WAYS.items()]
+    cells = [PaperCell(row, "minutes", step.name, ("cost", way), printed.get(way)) for row, way in WAYS.items()]
     title = f"{setup.name}: what finding a threshold for {setup.budgets[0]:.0%} costs"
-    return Table("cost", title, (_plan(setup), step), tuple(cells))
+    return PaperTable("cost", title, (_plan(setup), step), tuple(cells))
 
 
-def _thresholds(setup: Setup, name: str, budgets: Sequence[float]) -> Step:
+def _thresholds(setup: Setup, name: str, budgets: Sequence[float]) -> CommandStep:
     texts = [part for path in setup.workloads for part in ("--text", str(path))]
     given = flags(policy="ace", gain="kept", plan=setup.at(PLAN), budgets=_listed(budgets), no_measured=True)
     argv = ("study", "thresholds", setup.model, *texts, *given, *setup.sizes())
     lacks = "" if len(setup.workloads) > 1 else "two workloads or more are needed: repeat --workload for each"
     asked = {(path.name, budget) for path in setup.workloads for budget in budgets}
-    return Step(
+    return CommandStep(
         name, (*argv, "-o", setup.at("thresholds.json")), "thresholds.json", 30 + 3 * len(asked), lacks=lacks,
         whole=lambda found: bool(found["cost"]) and asked <= {(w["workload"], w["budget"]) for w in found["workloads"]},
     )  # fmt: skip
@@ -212,10 +214,10 @@ def _thresholds(setup: Setup, name: str, budgets: Sequence[float]) -> Step:
 # ---- time ---------------------------------------------------------------------------------------------------------------
 
 
-def latency(setup: Setup) -> Table:
+def latency(setup: Setup) -> PaperTable:
     """The paper's BF16 is transformers' eager experts; without a GPU the times are of whatever there is."""
     given = flags(plan=setup.at(PLAN), rows="paper", skip="0,0.6", stock="eager", device=setup.device)
-    step = Step(
+    step = CommandStep(
         "latency", ("bench", setup.model, *given, "-o", setup.at("latency.json")), "latency.json", 0, needs="GPU",
         whole=lambda found: all(_timed(found, what, size) for what in ("ttft", "tpot") for size in SIZES),
     )  # fmt: skip
@@ -225,8 +227,8 @@ def latency(setup: Setup) -> Table:
         columns = [(what, path) for what in ("ttft", "tpot") for path in (("eager", 0.0), ("ace", 0.6))]
         for (what, path), value in zip(columns, printed, strict=True):
             named = f"{what.upper()} {'BF16' if path[0] == 'eager' else 'ACE'} ms"
-            cells.append(Cell(f"{size[0]} × {size[1]}", named, step.name, (what, *size, *path), value))
-    return Table("latency", f"{setup.name}: latency at 60 % skipped", (_plan(setup), step), tuple(cells))
+            cells.append(PaperCell(f"{size[0]} × {size[1]}", named, step.name, (what, *size, *path), value))
+    return PaperTable("latency", f"{setup.name}: latency at 60 % skipped", (_plan(setup), step), tuple(cells))
 
 
 def _timed(found: Any, what: str, size: tuple[int, int]) -> bool:
@@ -235,7 +237,7 @@ def _timed(found: Any, what: str, size: tuple[int, int]) -> bool:
     return asked <= {(r["path"], r["requested"]) for r in rows}
 
 
-TABLES: dict[str, Callable[[Setup], Table]] = {
+TABLES: dict[str, Callable[[Setup], PaperTable]] = {
     "main": main,
     "components": components,
     "fusion": fusion,

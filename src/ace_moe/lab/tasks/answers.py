@@ -1,4 +1,4 @@
-"""What a generated text answers: a number, a boxed expression, code; and whether it is the right one."""
+"""Answers in generated texts: a number, a boxed expression, code; and a judgement of each."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def last_number(text: str) -> str:
 
 
 def boxed(text: str) -> str:
-    r"""What stands in the last \boxed{…}, braces counted; empty if there is none."""
+    r"""The inside of the last \boxed{…}, braces counted; empty if there is none."""
     start = text.rfind("\\boxed{")
     if start < 0:
         return ""

@@ -47,7 +47,7 @@ def check_allowed(allowed: bool, what: str) -> None:
 
 
 def passes(program: str, limits: Limits | None = None) -> bool:
-    """Whether the program ends by itself without an error, inside the limits."""
+    """True if the program ends by itself without an error, inside the limits."""
     limits = limits or Limits()
     with tempfile.TemporaryDirectory(prefix="ace-code-", ignore_cleanup_errors=True) as folder:
         (Path(folder) / "program.py").write_text(program, encoding="utf-8", errors="replace")

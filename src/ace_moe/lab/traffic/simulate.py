@@ -1,4 +1,4 @@
-"""What a policy would do on a trace: slots run and experts read, computed from ids and gates alone. No weights are needed.
+"""A policy simulated on a trace: slots run and experts read, computed from ids and gates alone. No weights are needed.
 
 A trace was taken under some budget; the states of a model that skips more differ a little, which a simulation cannot see.
 """
@@ -35,7 +35,7 @@ class Ranks:
 
 
 @dataclass(frozen=True)
-class Counted:
+class StepCounts:
     """Means over steps and layers. `slots` and `restored` are parts of the routed slots that run, without and with restore;
     `asked` and `reads` are experts a layer reads, unskipped and skipped: restore adds none."""
 
@@ -87,12 +87,12 @@ class Simulation:
         requests = self.trace.requests[at]
         return at[requests.argsort(stable=True)], requests.unique(return_counts=True)[1]
 
-    def count(self, threshold: float, steps: Tensor, ranks: int | None = None) -> Counted:
+    def count(self, threshold: float, steps: Tensor, ranks: int | None = None) -> StepCounts:
         """steps [N, B] of tokens."""
         found = [self._layer(key, threshold, steps, ranks) for key in self.trace.layers]
         slots, restored, asked, reads = torch.stack([numbers for numbers, _ in found]).mean(0).tolist()
         shares = [share for _, share in found if share is not None]
-        return Counted(slots, restored, asked, reads, _ranks(torch.stack(shares).mean(0)) if shares else None)
+        return StepCounts(slots, restored, asked, reads, _ranks(torch.stack(shares).mean(0)) if shares else None)
 
     def _layer(self, key: str, threshold: float, steps: Tensor, ranks: int | None) -> tuple[Tensor, Tensor | None]:
         """slots, restored, asked and reads of one layer, [4]; by rank [2R + 1] reads, slots and the busiest one's reads."""

@@ -1,4 +1,4 @@
-"""What experts read cost in time, from a benchmark: time of a decode step = base(batch) + a · experts read a layer.
+"""The cost of reading experts, fitted to a benchmark: time of a decode step = base(batch) + a · experts read per layer.
 
 One slope for all batches, because an expert is read once for all of a step's tokens. It holds on the machine, the shapes and
 the batches that were timed, and is not stretched beyond them.
@@ -38,10 +38,12 @@ class Cost:
 
 
 def fit(rows: Sequence[Mapping[str, Any]]) -> Cost:
-    """From the rows of `ace bench`: steps of our own path at several ratios."""
+    """Fit the rows of `ace bench`: steps of our own path at several ratios."""
     steps = [r for r in rows if r.get("what") == "tpot" and r.get("path") == "ace" and r.get("executed")]
     batches = sorted({int(r["batch"]) for r in steps})
-    points = {b: np.array([_point(r) for r in steps if int(r["batch"]) == b]) for b in batches}
+    times = [float(r["wall_ms"] if r.get("gpu_ms") is None else r["gpu_ms"]) for r in steps]
+    pairs = [(int(r["batch"]), float(r["executed"]), ms) for r, ms in zip(steps, times, strict=True)]
+    points = {b: np.array([(reads, ms) for batch, reads, ms in pairs if batch == b]) for b in batches}
     apart = {b: p - p.mean(0) for b, p in points.items()}
     spread = sum(float((a[:, 0] ** 2).sum()) for a in apart.values())
     if not spread > 0:
@@ -51,11 +53,6 @@ def fit(rows: Sequence[Mapping[str, Any]]) -> Cost:
     slope = sum(float((a[:, 0] * a[:, 1]).sum()) for a in apart.values()) / spread
     base = {b: float((p[:, 1] - slope * p[:, 0]).mean()) for b, p in points.items()}
     return Cost(slope, base, len(steps[0]["shares"]) if steps[0].get("shares") else None)
-
-
-def _point(row: Mapping[str, Any]) -> tuple[float, float]:
-    """Experts read and milliseconds; GPU time where there is a GPU."""
-    return float(row["executed"]), float(row["wall_ms"] if row.get("gpu_ms") is None else row["gpu_ms"])
 
 
 def cost_of(path: Path, top_k: int) -> Cost:

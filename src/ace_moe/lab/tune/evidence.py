@@ -1,4 +1,4 @@
-"""What measurements of candidates say: KL at the budget that was asked, perplexity, and how sure that is."""
+"""Evidence from measured candidates: KL at the budget that was asked, perplexity, and how sure that is."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ STEEP = 7.0  # growth of log KL with the ratio where one budget does not tell: i
 LEAST = 1e-9  # KL under this is none
 
 
-class Part(NamedTuple):
+class TextPart(NamedTuple):
     """Windows from the first to one past the last."""
 
     first: int
@@ -26,12 +26,12 @@ class Part(NamedTuple):
         return rows[self.first : self.last]
 
 
-def log_kl(rows: Sequence[Row], budgets: Sequence[float], part: Part) -> float:
+def log_kl(rows: Sequence[Row], budgets: Sequence[float], part: TextPart) -> float:
     """The mean over budgets."""
     return sum(logs_at(rows, budgets, part)) / len(budgets)
 
 
-def logs_at(rows: Sequence[Row], budgets: Sequence[float], part: Part) -> list[float]:
+def logs_at(rows: Sequence[Row], budgets: Sequence[float], part: TextPart) -> list[float]:
     """log KL of a window at each budget, moved there from the ratio that was realised."""
     kls, ratios = _means(rows, part)
     logs = [math.log(max(kl, LEAST)) if math.isfinite(kl) else math.inf for kl in kls]
@@ -40,21 +40,21 @@ def logs_at(rows: Sequence[Row], budgets: Sequence[float], part: Part) -> list[f
     return [x + slope * (b - r) for x, b, r in zip(logs, budgets, ratios, strict=True)]
 
 
-def _means(rows: Sequence[Row], part: Part) -> tuple[list[float], list[float]]:
+def _means(rows: Sequence[Row], part: TextPart) -> tuple[list[float], list[float]]:
     """(KL of a window, realised ratio) by budget."""
     columns = list(zip(*part.of(rows), strict=True))  # by budget, then by window
     return [sum(c[0] for c in b) / len(b) for b in columns], [sum(c[3] for c in b) / len(b) for b in columns]
 
 
-def loss(rows: Sequence[Row], part: Part) -> float:
-    """Of all budgets together."""
+def loss(rows: Sequence[Row], part: TextPart) -> float:
+    """Summed loss of all budgets."""
     return sum(cell[2] for row in part.of(rows) for cell in row)
 
 
 class Evidence:
-    """What is told of candidates on a part of the text, whose windows predict `tokens` each."""
+    """Numbers on candidates from a part of the text, whose windows predict `tokens` each."""
 
-    def __init__(self, journal: Journal, budgets: Sequence[float], part: Part, tokens: int):
+    def __init__(self, journal: Journal, budgets: Sequence[float], part: TextPart, tokens: int):
         self.journal, self.budgets, self.part, self.tokens = journal, budgets, part, tokens
 
     @property
@@ -88,7 +88,7 @@ class Evidence:
     def row(self, policy: TokenPolicy) -> dict[str, Any]:
         """One line: KL a token at each budget and in all, on the windows of the part that were read."""
         rows = self.part.of(self.journal.rows[key_of(policy)])
-        part = Part(0, len(rows))
+        part = TextPart(0, len(rows))
         kls, ratios = _means(rows, part)
         change = [self._worse(rows, n) for n in range(len(self.budgets))]
         return {

@@ -1,4 +1,4 @@
-"""What a text says of layers: factors that spread a budget over them, and the gain that fits each best."""
+"""Layer factors from a text: how to spread a budget over layers, and the gain that fits each best."""
 
 from __future__ import annotations
 

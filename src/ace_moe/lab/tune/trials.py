@@ -19,13 +19,13 @@ from ...scoring.predictions import predict, window_nll
 from ...tables.build import add_tables
 from ...text import Windows, windows_of
 from .candidates import key_of, shape_of
-from .evidence import Part, log_kl
+from .evidence import TextPart, log_kl
 
 LOOKED_AT = 4  # windows of the dense pass that thresholds come from
 
 
 class Trials:
-    """What candidates do to a model at the budgets, window by window; the journal has what is known."""
+    """Trials of candidates at the budgets, window by window; the journal has what is known."""
 
     def __init__(
         self, model: PreTrainedModel, plan: Plan, windows: Windows, budgets: Sequence[float], journal: Journal
@@ -37,14 +37,14 @@ class Trials:
         self.task: progress.Task | None = None
 
     def has(self, tables: Iterable[str]) -> bool:
-        """Whether the model has these tables; what comes from weights is computed."""
+        """True if the model has these tables; what comes from weights is computed."""
         try:
             self.plan = add_tables(self.plan, tables, self.model)
         except StructureError:
             return False
         return True
 
-    def ranked(self, policies: Iterable[TokenPolicy], part: Part) -> list[TokenPolicy]:
+    def ranked(self, policies: Iterable[TokenPolicy], part: TextPart) -> list[TokenPolicy]:
         return sorted(policies, key=lambda p: log_kl(self.journal.rows[key_of(p)], self.budgets, part))
 
     def look(self, policies: Sequence[TokenPolicy]) -> None:

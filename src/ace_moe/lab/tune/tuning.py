@@ -29,7 +29,7 @@ from ...text import Windows
 from ...version import __version__
 from . import candidates, factors
 from .candidates import BASELINE, key_of, varied
-from .evidence import Evidence, Part, log_kl, loss
+from .evidence import Evidence, TextPart, log_kl, loss
 from .trials import Trials
 
 ROUNDS = (2, 4, 6)  # windows that a stage's candidates have read after each round
@@ -69,7 +69,7 @@ def tune(
     """
     wanted = sorted({check_budget(b, plan.top_k) for b in budgets} - {0.0})
     _check(model, windows, wanted)
-    journal = Journal(path, _identity(model, plan, windows, wanted))
+    journal = Journal(path, identity(model, plan, windows, wanted))
     search = Search(model, plan, windows, wanted, journal)
     choice, runner_up = search.choose(search.run())
     recommendation = {
@@ -95,7 +95,8 @@ def _check(model: PreTrainedModel, windows: Windows, budgets: Sequence[float]) -
         )
 
 
-def _identity(model: PreTrainedModel, plan: Plan, windows: Windows, budgets: Sequence[float]) -> dict[str, Any]:
+def identity(model: PreTrainedModel, plan: Plan, windows: Windows, budgets: Sequence[float]) -> dict[str, Any]:
+    """The facts that must be the same for a search to go on from its journal."""
     return {
         **{"model": plan.fingerprint.routers.exact, "text": windows.workload.sha256, "budgets": list(budgets)},
         "window": windows.ids.shape[1],  # the same tokens cut otherwise are other windows
@@ -106,9 +107,10 @@ def _identity(model: PreTrainedModel, plan: Plan, windows: Windows, budgets: Seq
 class Search(Trials):
     """Candidates on one model and text. Windows in front are chosen on, those behind are held out."""
 
-    def __init__(self, *given: Any):
-        super().__init__(*given)
-        self.chosen_on = self.every - max(1, self.every // HELD)
+    @property
+    def chosen_on(self) -> int:
+        """Windows in front, to choose on."""
+        return self.every - max(1, self.every // HELD)
 
     # ---- stages -------------------------------------------------------------------------------------------------
 
@@ -134,7 +136,7 @@ class Search(Trials):
             count = min(count, self.chosen_on)
             for policy in left:
                 self.measure(policy, count)
-            left = self.ranked(left, Part(0, count))[: max(BEST, math.ceil(len(left) / KEPT))]
+            left = self.ranked(left, TextPart(0, count))[: max(BEST, math.ceil(len(left) / KEPT))]
         return left[:BEST]
 
     def _most(self) -> int:
@@ -169,7 +171,7 @@ class Search(Trials):
         return names
 
     def _mark(self, policy: TokenPolicy | None = None) -> str:
-        """What tells tables of other texts and candidates apart: thresholds hold for one table alone."""
+        """A mark that tells tables of other texts and candidates apart: thresholds hold for one table alone."""
         of = self.windows.workload.sha256 + ("" if policy is None else key_of(policy))
         return hashlib.sha256(of.encode()).hexdigest()[:8]
 
@@ -198,7 +200,7 @@ class Search(Trials):
     def choose(self, best: Sequence[TokenPolicy]) -> tuple[TokenPolicy, TokenPolicy]:
         """(choice, runner-up): the least KL, among equals the least perplexity; never what is worse than the gate share on the
         windows that were held out."""
-        part, held = Part(0, self.chosen_on), Part(self.chosen_on, self.every)
+        part, held = TextPart(0, self.chosen_on), TextPart(self.chosen_on, self.every)
         rows = {p: self.journal.rows[key_of(p)] for p in (*best, BASELINE)}
         order = self.ranked(best, part)
         least = log_kl(rows[order[0]], self.budgets, part)
@@ -212,16 +214,16 @@ class Search(Trials):
 
     def evidence(self, choice: TokenPolicy, runner_up: TokenPolicy) -> dict[str, Any]:
         """On the windows that were held out; the unskipped model's loss beside."""
-        tell = self._evidence(Part(self.chosen_on, self.every))
+        tell = self._evidence(TextPart(self.chosen_on, self.every))
         whole = {"choice": choice, "runner_up": runner_up, "baseline": BASELINE}
         found = {name: tell.of(policy, BASELINE) for name, policy in whole.items()}
         return {**found, "candidates": len(self.journal.rows), "held_out": tell.size}
 
-    def _evidence(self, part: Part) -> Evidence:
+    def _evidence(self, part: TextPart) -> Evidence:
         return Evidence(self.journal, self.budgets, part, self.windows.ids.shape[1] - 1)
 
     def table(self) -> list[dict[str, Any]]:
-        """Every candidate with its KL on the windows it has read, furthest first, then best first."""
-        tell = self._evidence(Part(0, self.chosen_on))
+        """List every candidate with its KL on the windows it has read, those that read most first, then the best."""
+        tell = self._evidence(TextPart(0, self.chosen_on))
         rows = [tell.row(policy) for policy in self.policies.values()]
         return sorted(rows, key=lambda row: (-row["windows"], row["log_kl"]))
