@@ -36,7 +36,7 @@ def test_engine_says_why_it_does_not_start(case_of: Callable[[str], Case], tmp_p
     good: dict[str, Any] = {"plan": str(case.plan)}
     cases: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         ({"plan": str(tmp_path / "none")}, {}, "PlanError: There is no plan at"),
-        ({"plan": str(bad["truncated"])}, {}, "truncated or no plan"),
+        ({"plan": str(bad["truncated"])}, {}, "damaged, truncated or edited"),
         ({"plan": str(bad["foreign"])}, {}, "PlanError: The plan is of another model"),
         ({"plan": str(bad["short"]), "allow_other_weights": True}, {}, "PlanError: The plan has no layer 3"),
         ({"plan": str(bad["other"])}, {}, "same shape but other router weights"),
