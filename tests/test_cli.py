@@ -328,7 +328,7 @@ def test_chat_with_live_budgets(plan: Path) -> None:
     assert ran.code == 0 and len(ran.out.strip().splitlines()) >= 2
     ratios = [float(r) for r in re.findall(r"a second; ([\d.]+)% of slots skipped", ran.err)]
     assert len(ratios) == 2 and ratios[0] == 0 and 35 < ratios[1] < 65
-    assert all(said in ran.err for said in ("cannot be met", "'half' is no number", "slots not run", "/quit"))
+    assert all(said in ran.err for said in ("cannot be met", "'half' is not a number", "slots not run", "/quit"))
 
 
 def test_chat_goes_on_behind_a_line_that_is_no_text(plan: Path) -> None:

@@ -32,7 +32,7 @@ def test_budget_that_is_no_fraction(value: str, originals: Path, plan: Path, tex
 
 @pytest.mark.parametrize("value", ["half", None, [0.5], 10**400], ids=["text", "none", "list", "huge"])
 def test_budget_that_is_no_number(value: Any, plan: Path) -> None:
-    with pytest.raises(BudgetError, match=r"such as 0\.5; .* is no number"):
+    with pytest.raises(BudgetError, match=r"such as 0\.5; .* is not a number"):
         ACE.load(plan, value)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from bad_input_cases import EXPERTS, Refuse, Tensors, budget_arguments, rewrite, run_arguments
+from bad_input_cases import EXPERTS, Refuse, Tensors, rewrite, run_arguments
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -106,7 +106,7 @@ def test_plan_with_bad_metadata(
     change: Callable[[Any], object], said: str, plan: Path, originals: Path, refuse: Refuse
 ) -> None:
     rewrite(plan, meta=change)
-    refuse_plan(plan, originals / "single", refuse, said, "Build it again with `ace plan MODEL -o FILE`")
+    refuse_plan(plan, originals / "single", refuse, said, "build it again with `ace plan MODEL -o FILE`")
 
 
 @pytest.mark.parametrize("meta", ["", "{", "[]", "null", "5", '"ace"', "[" * 100_000], ids=lambda m: m[:6] or "empty")
@@ -130,13 +130,12 @@ def test_a_checkpoint_given_as_plan(originals: Path, refuse: Refuse) -> None:
 
 
 @pytest.mark.parametrize("name", ["missing.safetensors", "nowhere/plan.safetensors", "~nobody-here/p.safetensors"])
-def test_plan_that_is_not_there(name: str, tmp_path: Path, originals: Path, text: Path, refuse: Refuse) -> None:
+def test_plan_that_is_not_there(name: str, tmp_path: Path, originals: Path, refuse: Refuse) -> None:
     """Not looked up on the hub, though `nowhere/plan.safetensors` reads like owner/name."""
     model = originals / "single"
     for arguments in (
         ("inspect", name),
         run_arguments(model, Path(name)),
-        budget_arguments(model, Path(name), text),
         run_arguments(model, tmp_path),
     ):
         refuse(*arguments, says=("There is no plan at", "ace plan MODEL -o"))

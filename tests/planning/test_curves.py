@@ -115,7 +115,7 @@ def test_budgets_never_mapped_are_realised(demo_model: PreTrainedModel, mapped: 
     with attached(demo_model, mapped, make("share")) as deciders:
         passes = Passes(deciders, demo_model, demo_windows, 4)
         for budget in (0.05, 0.3, 0.47, 0.55, 0.7):
-            found = mapped.answer(make("share").settings, budget)
+            found = mapped.lookup(make("share").settings, budget)
             assert found.how == "between" and found.error is not None
             realised = passes(found.threshold).ratio(found.threshold)
             assert abs(realised - budget) <= max(found.error, 2e-3) + 1e-3, (budget, realised)

@@ -124,7 +124,7 @@ def _open(model: str, path: Path) -> Plan:
     from ..provenance import provenance
     from ..tables.build import build_plan
 
-    if path.exists():
+    if path.exists() and path.stat().st_size:
         check_writable(path)
         return Plan.load(path)
     if path.suffix != ".safetensors" and len(path.parts) == 2 and not path.parent.is_dir():
@@ -140,6 +140,7 @@ def _open(model: str, path: Path) -> Plan:
 
 def _add_tables(model: str, path: Path, device: str | None, as_json: bool) -> None:
     """Add the tables of the paper's rule to the plan of the file, or to a new one, and show them."""
+    from ..checkpoint import MoEModel
     from ..checkpoint.loading import check_device
     from ..plan import Plan, update
     from ..provenance import provenance
@@ -150,10 +151,12 @@ def _add_tables(model: str, path: Path, device: str | None, as_json: bool) -> No
     if device is not None:
         check_device(device)
     start, record = time.perf_counter(), provenance(device or "cpu")
-    if path.exists():
-        known = Plan.load(path)
-        plan = replace(add_tables(known, PAPER, model, device=device), made=(*known.made, record))
-        update(path, known, plan)
+    if path.exists() and path.stat().st_size:
+        known, moe = Plan.load(path), MoEModel.open(model)
+        known.check_model(moe.fingerprint())
+        plan = add_tables(known, PAPER, moe, device=device)
+        if plan is not known:
+            plan = update(path, known, replace(plan, made=(*known.made, record)))
     else:
         plan = replace(build_plan(model, PAPER, device=device), made=(record,))
         plan.save(path)
