@@ -14,6 +14,7 @@ import json
 import statistics
 import sys
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -33,28 +34,21 @@ class Worker:
 
     def __init__(self, shape: str, layers: int | None, device: str):
         from ace_moe import ACE, build_plan
-        from ace_moe.lab.bench.shapes import build
 
-        self.model = build(shape, device, layers)
-        self.ace = ACE(build_plan(self.model))
+        self.model = bench("shapes").build(shape, device, layers)
+        self.ace = ACE(build_plan(self.model), policy="share")
         self.ace.attach(self.model)
         self.timed: Any = None
 
     def prepare(self, what: str, tokens: int, batch: int) -> None:
         import torch
 
-        from ace_moe.lab.bench import latency
-
+        latency = bench("latency")
         torch._dynamo.reset()
         self.timed = None
         made: Any = latency.Steps if what == "tpot" else latency.Prompt  # versions differ in what they take
-        try:
-            from ace_moe.lab.bench.tokens import random_tokens
-        except ImportError:  # versions that draw the same tokens themselves
-            self.timed = made(self.model, batch, tokens)
-        else:
-            draw, more = random_tokens(self.model, seed=int(what == "tpot")), latency.STEPS if what == "tpot" else 0
-            self.timed = made(self.model, draw(batch, tokens + more))
+        draw = bench("tokens").random_tokens(self.model, seed=int(what == "tpot"))
+        self.timed = made(self.model, draw(batch, tokens + (latency.STEPS if what == "tpot" else 0)))
 
     def settle(self, ratio: float) -> float:
         return settled(lambda tau: self.time(tau)[1], ratio, 16)
@@ -65,6 +59,14 @@ class Worker:
         self.ace.reset()
         found = self.timed.time(repeats)
         return (found.wall if found.gpu is None else found.gpu), self.ace.realised
+
+
+def bench(name: str) -> Any:
+    """A module of the benchmarks, wherever the version has it."""
+    try:
+        return import_module(f"ace_moe.lab.bench.{name}")
+    except ImportError:
+        return import_module(f"ace_moe.bench.{name}")
 
 
 # ---- the comparison -----------------------------------------------------------------------------------------------------

@@ -94,7 +94,7 @@ def cases(table: dict[str, tuple[Damage, tuple[str, ...]]]) -> Any:
 def test_sharded_checkpoint(damage: Damage, says: tuple[str, ...], sharded: Path, plan: Path, refuse: Refuse) -> None:
     """Found by `tables`, which reads a layer at a time, and by `run`, which loads it all."""
     damage(sharded)
-    refuse("plan", sharded, "--tables", "-o", plan.with_name("new.safetensors"), says=says)
+    refuse("plan", sharded, "--tables", "-o", plan, says=says)
     refuse(*run_arguments(sharded, plan), says=("sharded", "download"))
 
 
@@ -102,7 +102,7 @@ def test_sharded_checkpoint(damage: Damage, says: tuple[str, ...], sharded: Path
 def test_single_checkpoint(damage: Damage, says: tuple[str, ...], single: Path, plan: Path, refuse: Refuse) -> None:
     """Above all: `run` must not go on with random numbers in place of a tensor that is not there."""
     damage(single)
-    refuse("plan", single, "--tables", "-o", plan.with_name("new.safetensors"), says=says)
+    refuse("plan", single, "--tables", "-o", plan, says=says)
     refuse(*run_arguments(single, plan), says=("single",))
 
 
@@ -112,14 +112,7 @@ def test_truncated_shard(keep: float, sharded: Path, plan: Path, refuse: Refuse)
     path = shard_of(sharded, ROUTER)
     data = path.read_bytes()
     path.write_bytes(data[: int(keep * len(data)) if isinstance(keep, float) else keep])
-    refuse(
-        "plan",
-        sharded,
-        "--tables",
-        "-o",
-        plan.with_name("new.safetensors"),
-        says=(path.name, "truncated or damaged", "download it again"),
-    )
+    refuse("plan", sharded, "--tables", "-o", plan, says=(path.name, "truncated or damaged", "download it again"))
     refuse(*run_arguments(sharded, plan), says=("download it again",))
 
 
@@ -134,14 +127,7 @@ def test_missing_tensor_outside_the_moe_layers(single: Path, plan: Path, refuse:
 def test_weights_that_are_no_numbers(value: float, tensor: str, single: Path, plan: Path, refuse: Refuse) -> None:
     """One bad value among thousands; a table made of it, or left out because of it, would be silently wrong."""
     edit_tensors(single, lambda tensors: tensors[tensor].view(-1)[5].fill_(value))
-    refuse(
-        "plan",
-        single,
-        "--tables",
-        "-o",
-        plan.with_name("new.safetensors"),
-        says=("Layer 1", "NaN", "infinite", "download it again"),
-    )
+    refuse("plan", single, "--tables", "-o", plan, says=("Layer 1", "NaN", "infinite", "download it again"))
 
 
 def test_budget_of_a_model_that_gives_nan(single: Path, plan: Path, text: Path, refuse: Refuse) -> None:

@@ -39,7 +39,7 @@ def test_read_only_folder(
     monkeypatch.setattr("ace_moe.checkpoint.MoEModel.open", lambda *_: pytest.fail("the checkpoint was opened"))
     monkeypatch.setattr("ace_moe.checkpoint.loading.load_model", lambda *_: pytest.fail("the model was loaded"))
     says = ("no permission", "Choose another place")
-    refuse("plan", single, "--tables", "-o", plan.with_name("new.safetensors"), says=says)
+    refuse("plan", single, "--tables", "-o", plan, says=says)
     refuse(*budget_arguments(single, plan, text), says=says)
 
 
@@ -76,8 +76,9 @@ def test_full_disk(
     """Wherever in the write it strikes: the old plan is intact, no temporary file is left, the reason is named."""
     monkeypatch.setattr(os, place, fail_with(OSError(number, os.strerror(number))))
     says = (os.strerror(number), "What was there is unchanged", "free space")
-    refuse("plan", single, "--tables", "-o", plan.with_name("new.safetensors"), says=says)
+    refuse("plan", single, "--tables", "-o", plan, says=says)
     refuse(*budget_arguments(single, plan, text), says=says)
+    refuse("plan", single, "--tables", "-o", plan.with_name("new.safetensors"), says=says)
 
 
 @pytest.mark.long
@@ -85,15 +86,7 @@ def test_file_that_may_not_grow(single: Path, plan: Path, tmp_path: Path) -> Non
     """As a process with a real limit of 512 bytes a file: the write itself fails half way."""
     before = snapshot(tmp_path)
     limit = partial(resource.setrlimit, resource.RLIMIT_FSIZE, (512, 512))
-    ran = start_ace(
-        "plan",
-        single,
-        "--tables",
-        "-o",
-        plan.with_name("new.safetensors"),
-        preexec_fn=limit,
-        env={"PYTHONDONTWRITEBYTECODE": "1"},
-    )
+    ran = start_ace("plan", single, "--tables", "-o", plan, preexec_fn=limit, env={"PYTHONDONTWRITEBYTECODE": "1"})
     assert os.strerror(errno.EFBIG) in paragraph(ran)
     assert snapshot(tmp_path) == before
 
@@ -106,7 +99,7 @@ def test_interrupted_write(
     """Ctrl-C inside the write: exit code 130, one line, and the folder as before."""
     monkeypatch.setattr(os, place, fail_with(KeyboardInterrupt()))
     before = snapshot(tmp_path)
-    tables = ("plan", single, "--tables", "-o", plan.with_name("new.safetensors"))
+    tables = ("plan", single, "--tables", "-o", plan)
     ran = run_ace(*(tables if command == "tables" else budget_arguments(single, plan, text)))
     assert ran.code == 130
     assert "interrupted; nothing half-written is left behind" in ran.err

@@ -41,11 +41,7 @@ def marker(single: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
 def test_code_of_an_unknown_architecture(command: str, single: Path, plan: Path, marker: Path, refuse: Refuse) -> None:
     """transformers would ask on the terminal, and run it on a yes."""
     edit_config(single, model_type="stranger", auto_map={"AutoConfig": "strange.Config"})
-    arguments = (
-        ("plan", single, "--tables", "-o", plan.with_name("new.safetensors"))
-        if command == "tables"
-        else run_arguments(single, plan)
-    )
+    arguments = ("plan", single, "--tables", "-o", plan) if command == "tables" else run_arguments(single, plan)
     refuse(*arguments, says=("code from the checkpoint is not run",))
     assert not marker.exists()
 
@@ -82,7 +78,7 @@ def test_index_that_leads_out_of_the_folder(
     found["weight_map"] = {key: outside if file == name else file for key, file in found["weight_map"].items()}
     index.write_text(json.dumps(found))
     says = ("outside the folder", outside, "download it again")
-    refuse("plan", sharded, "--tables", "-o", plan.with_name("new.safetensors"), says=says)
+    refuse("plan", sharded, "--tables", "-o", plan, says=says)
     refuse(*run_arguments(sharded, plan), says=says)
 
 
@@ -91,18 +87,14 @@ def test_pipe_in_the_folder(name: str, single: Path, plan: Path) -> None:
     """Refused before any of the readers below opens it."""
     (single / name).unlink()
     os.mkfifo(single / name)
-    for arguments in (
-        ("plan", single, "--tables", "-o", plan.with_name("new.safetensors")),
-        ("inspect", single),
-        run_arguments(single, plan),
-    ):
+    for arguments in (("plan", single, "--tables", "-o", plan), ("inspect", single), run_arguments(single, plan)):
         paragraph_of(single, name, arguments)
 
 
 def test_device_in_the_folder(single: Path, plan: Path) -> None:
     (single / "model.safetensors").unlink()
     (single / "model.safetensors").symlink_to("/dev/zero")
-    paragraph_of(single, "model.safetensors", ("plan", single, "--tables", "-o", plan.with_name("new.safetensors")))
+    paragraph_of(single, "model.safetensors", ("plan", single, "--tables", "-o", plan))
 
 
 def paragraph_of(folder: Path, name: str, arguments: tuple[object, ...]) -> None:
@@ -115,14 +107,12 @@ def paragraph_of(folder: Path, name: str, arguments: tuple[object, ...]) -> None
 def test_pipe_as_a_shard_does_not_hang(single: Path, plan: Path) -> None:
     """As a process: reading a pipe waits for ever, in code that Ctrl-C does not reach."""
     os.mkfifo(single / "more.safetensors")
-    assert "more.safetensors" in paragraph(
-        start_ace("plan", single, "--tables", "-o", plan.with_name("new.safetensors"), timeout=120)
-    )
+    assert "more.safetensors" in paragraph(start_ace("plan", single, "--tables", "-o", plan, timeout=120))
 
 
 def test_link_that_leads_nowhere_is_a_missing_file(single: Path, plan: Path, refuse: Refuse) -> None:
     """As a half-finished download of the hub leaves it."""
     (single / "model.safetensors").unlink()
     (single / "model.safetensors").symlink_to(single / "blob")
-    refuse("plan", single, "--tables", "-o", plan.with_name("new.safetensors"), says=("single", "download it again"))
+    refuse("plan", single, "--tables", "-o", plan, says=("single", "download it again"))
     assert "blob" not in snapshot(single)

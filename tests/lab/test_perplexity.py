@@ -136,9 +136,8 @@ SMALL = ("--text", TEXT, "--tokens", 300, "--window", 128)
 @pytest.fixture(scope="module")
 def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("plan") / "plan.safetensors"
-    assert run_ace("tables", MODEL, "-o", path).code == 0
-    options = ("--tokens", 512, "--window", 128, "--budgets", "0.5", "--no-correct")
-    assert run_ace("budget", MODEL, "-p", path, "--text", TEXT, *options).code == 0
+    options = ("--tokens", 512, "--window", 128, "--budgets", "0.5", "--no-correct", "--no-fidelity")
+    assert run_ace("plan", MODEL, "-o", path, "--text", TEXT, *options).code == 0
     return path
 
 

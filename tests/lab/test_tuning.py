@@ -211,13 +211,13 @@ def test_auto_is_the_recommendation_else_the_newest_else_the_share(demo_plan: Pl
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"policy": "os:path"}, "none of this package"),
-        ({"policy": ["share"]}, "none of this package"),
+        ({"policy": "os:path"}, "is not built in"),
+        ({"policy": ["share"]}, "is not built in"),
         ({"policy": "share", "params": {"squares": 1}}, "has no setting squares"),
         ({"policy": "share", "params": {"compensate": "mean"}}, "has no setting compensate"),
         ({"policy": "share", "gain": "loud"}, "gain must be one of"),
         ({"policy": "share", "params": 3}, "cannot be used"),
-        ({}, "none of this package"),
+        ({}, "is not built in"),
     ],
 )
 def test_a_recommendation_that_means_nothing_is_refused(demo_plan: Plan, settings: Any, says: str) -> None:

@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from ace_moe.mapping.curves import curve_of, points
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedModel
@@ -16,7 +15,7 @@ from ace_moe import ACE
 from ace_moe.errors import BudgetError
 from ace_moe.lab.policies import prepare
 from ace_moe.mapping import Passes, map_budgets
-from ace_moe.mapping.fit import BINS, Histogram
+from ace_moe.mapping.fit import BINS, Histogram, curve_of, points
 from ace_moe.mapping.passes import attached, observe, read_through
 from ace_moe.plan import Plan
 from ace_moe.policies import PRESETS, Policy, make

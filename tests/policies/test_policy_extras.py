@@ -25,7 +25,7 @@ def test_the_lab_is_declared_and_nothing_of_it_is_built_in():
     assert lab() is LAB_POLICIES and not set(POLICIES) & set(LAB_POLICIES)
     assert all(make(name).key == name and find(name).name == name for name in NAMES)
     assert all(make(name).by_token for name in POLICIES)
-    assert not any(make(name).servable for name in GATHER)
+    assert not any(make(name).by_token for name in GATHER)
 
 
 @pytest.mark.parametrize("name", GATHER)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from ..errors import BudgetError, OptionError, OutputError
+from ..errors import BudgetError, OptionError, OutputError, PlanError
 from . import options as opt
 from . import show
 from .app import command
@@ -124,7 +124,7 @@ def _open(model: str, path: Path) -> Plan:
     from ..provenance import provenance
     from ..tables.build import build_plan
 
-    if path.exists() and path.stat().st_size:
+    if path.exists():
         check_writable(path)
         return Plan.load(path)
     if path.suffix != ".safetensors" and len(path.parts) == 2 and not path.parent.is_dir():
@@ -140,26 +140,24 @@ def _open(model: str, path: Path) -> Plan:
 
 def _add_tables(model: str, path: Path, device: str | None, as_json: bool) -> None:
     """Add the tables of the paper's rule to the plan of the file, or to a new one, and show them."""
-    from ..checkpoint import MoEModel
     from ..checkpoint.loading import check_device
-    from ..plan import Plan, update
+    from ..plan import update
     from ..provenance import provenance
     from ..tables import PAPER
-    from ..tables.build import add_tables, build_plan
+    from ..tables.build import build_plan
 
     check_output(path, "plan")
     if device is not None:
         check_device(device)
-    start, record = time.perf_counter(), provenance(device or "cpu")
-    if path.exists() and path.stat().st_size:
-        known, moe = Plan.load(path), MoEModel.open(model)
-        known.check_model(moe.fingerprint())
-        plan = add_tables(known, PAPER, moe, device=device)
-        if plan is not known:
-            plan = update(path, known, replace(plan, made=(*known.made, record)))
-    else:
-        plan = replace(build_plan(model, PAPER, device=device), made=(record,))
+    start = time.perf_counter()
+    plan = replace(build_plan(model, PAPER, device=device), made=(provenance(device or "cpu"),))
+    known = _readable(path)
+    if known is None:
         plan.save(path)
+    else:
+        known = known.check_model(plan.fingerprint)
+        joined = known.with_tables(plan.tables)
+        plan = update(path, known, replace(joined, made=(*known.made, *plan.made), undefined=plan.undefined))
     seconds = time.perf_counter() - start
     if as_json:
         facts = {"plan": str(path), "layers": len(plan.layers), "undefined": plan.undefined, "seconds": seconds}
@@ -169,3 +167,15 @@ def _add_tables(model: str, path: Path, device: str | None, as_json: bool) -> No
     out.print(show.plan_table(plan))
     following = f"ace plan {opt.as_typed(model)} --plan {opt.as_typed(path)} --text FILE"
     say(f"{path}: {len(plan.layers)} layers in {seconds:.1f} s. Next: {following}")
+
+
+def _readable(path: Path) -> Plan | None:
+    """The plan of a file; None where there is none that can be read, so that nothing is lost."""
+    from ..plan import Plan
+
+    if not path.exists():
+        return None
+    try:
+        return Plan.load(path)
+    except PlanError:
+        return None

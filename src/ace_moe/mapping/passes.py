@@ -155,9 +155,9 @@ def observe(
             decider = deciders[site.key]
             for method, other in beside.items():
                 extras = policies[method].extras(model, site)
-                other.add(site.key, skipped=decider.skipped, device=decider.counts.device, extras=extras)
                 if extras is not None:
                     hooks.callback(extras.remove)
+                other.add(site.key, skipped=decider.skipped, device=decider.counts.device, extras=extras)
 
         def see(key: str, routing: Routing, protected: Tensor | None, decision: Decision) -> None:
             for method, other in beside.items():

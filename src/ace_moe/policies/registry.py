@@ -162,7 +162,7 @@ def _rebuilt(settings: Mapping[str, Any]) -> Policy:
     try:
         common = {key: settings[key] for key in COMMON if key in settings}
         return make(name, **{**without_denominator(settings.get("params", {})), **common})
-    except (PolicyError, TypeError, ValueError) as error:
+    except (PolicyError, TypeError, ValueError, AttributeError) as error:
         raise PlanError(
             f"The plan's own choice cannot be used: {error} Name the policy you want (--policy), or run `ace tune` again."
         ) from error

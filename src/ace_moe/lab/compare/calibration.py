@@ -9,8 +9,7 @@ from transformers import PreTrainedModel
 
 from ...checkpoint.loading import load_windows
 from ...text import Windows
-from ..policies import calibration_part
-from ..policies.calibration import CALIBRATED_ON
+from ..policies.calls import CALIBRATED_ON, calibration_part
 
 
 def calibration_windows(

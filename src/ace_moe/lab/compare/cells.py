@@ -26,16 +26,15 @@ from ...scoring.losses import Losses, perplexity_change, perplexity_interval
 from ...scoring.predictions import score
 from ...scoring.statistics import token_interval
 from ...tables.build import add_tables
-from ..policies import calibrated, prepare
-from ..policies.oracle import Oracle
 from ..store import COMPARE, Results, ResultsFile, begin_run, put
-from .grid import Grid, Key, made
+from .grid import Grid, Key, needs_text, parse_method
 from .oracle import by_expert, table_correlation
 from .subject import Recorder, Subject, by_quantile, identity_of
 from .verdict import losses_of
 
 PROTOCOL = "windows, each by itself"
 DETAIL = 0.5  # cells of this budget keep ratios by expert; for all budgets the file would be mostly that
+ORACLES = ("oracle", "oracle:raw")  # they read the output of every expert
 MEASURES = ("kl", "agreement", "acceptance")
 
 
@@ -90,7 +89,7 @@ class Run:
         for method in dict.fromkeys(key.method for key in self.missing):
             with self._refusals(method):
                 policy = self.grid.policy(method, self.grid.gains_of(method)[0])
-                if calibrated(policy):
+                if needs_text(policy):
                     with_text[method] = policy
                     continue
                 plan = add_tables(plan, policy.tables, model)
@@ -101,6 +100,8 @@ class Run:
         for method in free:
             self._method(method, plan, contributions.get(method))
         for method, policy in with_text.items():
+            from ..policies import prepare  # with every method of the lab
+
             with self._refusals(method):
                 own = prepare(self.subject.plan, policy, model, self.subject.calibration or self.subject.windows)
                 self._method(method, own, self._dense(own, {method: policy}).get(method))
@@ -200,7 +201,7 @@ class Run:
         methods = list(dict.fromkeys([*grid["methods"], *self.grid.methods]))
         results["grid"] = {"methods": methods, "budgets": budgets, "gains": gains}
         # these look at every expert's output: they save nothing and show what a perfect score could reach
-        results["references"] = [method for method in methods if isinstance(made(method), Oracle)]
+        results["references"] = [method for method in methods if parse_method(method)[0] in ORACLES]
         results["servable"] = results.get("servable", {}) | self.grid.servable()
         for method in self.grid.methods:
             if refused := results["refused"].pop(method, None):

@@ -12,7 +12,6 @@ from ...policies import POLICIES, PRESETS, Policy, make
 from ...policies import parse as parse_method
 from ...rule import GAINS
 from ...tables import TABLES
-from ..policies import LAB_POLICIES, calibrated
 from .verdict import CITED
 
 FIRST = ("fixed", "share", "share:squared=true", "top_p:squared=true", "ace", "paper")  # where none are named
@@ -74,19 +73,24 @@ class Grid:
         return {
             method: "preset" if parse_method(method)[0] in PRESETS else "policy"
             for method, policy in policies.items()
-            if policy.by_token and set(policy.needs) <= set(TABLES)
+            if policy.by_token and not needs_text(policy)
         }
 
     @property
     def calibrated(self) -> bool:
         """True if any of the methods needs a text."""
-        return any(calibrated(made(method)) for method in self.methods)
+        return any(needs_text(made(method)) for method in self.methods)
 
 
 def made(method: str, **settings: Any) -> Policy:
     """A policy or preset as typed, with these settings unless others are written with it."""
     name, params = parse_method(method)
     return make(PRESETS.get(name, name), **{**settings, **params})
+
+
+def needs_text(policy: Policy) -> bool:
+    """True if the policy reads a table that weights alone do not give: a running model makes it from a text."""
+    return not set(policy.needs) <= set(TABLES)
 
 
 def first_methods(plan: Plan) -> tuple[str, ...]:
@@ -104,9 +108,13 @@ def written(settings: Mapping[str, Any]) -> str:
 def parse_methods(text: str) -> tuple[str, ...]:
     """ "all", or names of policies with settings after colons: "share,ace:fusion=min"."""
     named = tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
-    methods = (*POLICIES, *LAB_POLICIES) if named == ("all",) else named
-    if not methods:
-        raise OptionError(f"No method was named. Choose all, or some of: {', '.join((*POLICIES, *LAB_POLICIES))}.")
+    if named in ((), ("all",)):
+        from ..policies import LAB_POLICIES  # imports every method of the lab
+
+        known = (*POLICIES, *LAB_POLICIES)
+        if not named:
+            raise OptionError(f"No method was named. Choose all, or some of: {', '.join(known)}.")
+    methods = known if named == ("all",) else named
     for method in methods:
         made(method)
     return methods

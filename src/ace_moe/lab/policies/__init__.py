@@ -1,27 +1,30 @@
 """Methods that look at a batch, a sequence or a running model: to compare with, and to calibrate tables for.
 
-They are found by name like all others (`--policy xshare`), because the package declares them as entry points.
+They are found by name like all others (`--policy xshare`), because the package declares them as entry points; each is imported
+when one of them is asked for.
 """
 
-from ...policies import Policy
-from .allocation import AllocL, AllocT, Lexi
-from .as_compared import AS_COMPARED
-from .batch import Oea, XShare
-from .calibration import CALIBRATIONS, calibrate, calibrated, calibration_part, prepare
-from .diep import Diep
-from .expert_sparsity import ExpertSparsity
-from .oracle import Oracle, RawOracle
-from .pesf import Pesf
-from .router import Halving, Score
-from .sere import Sere
-from .subset import AimerPruning, ReapPruning
+from __future__ import annotations
 
-LAB: tuple[type[Policy], ...] = (
-    *(Score, Halving, Pesf, Oracle, RawOracle, AllocT, AllocL, Lexi, Sere, XShare, Oea),
-    *(ExpertSparsity, Diep, ReapPruning, AimerPruning, *AS_COMPARED),
-)
-LAB_POLICIES: dict[str, type[Policy]] = {cls.name: cls for cls in LAB}
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-__all__ = [
-    "CALIBRATIONS", "LAB_POLICIES", "calibrate", "calibrated", "calibration_part", "prepare",
-]  # fmt: skip
+if TYPE_CHECKING:
+    from .calibration import CALIBRATIONS as CALIBRATIONS
+    from .calibration import calibrate as calibrate
+    from .calibration import calibrated as calibrated
+    from .calibration import prepare as prepare
+    from .calls import calibration_part as calibration_part
+    from .methods import LAB_POLICIES as LAB_POLICIES
+
+HOMES = {
+    **dict.fromkeys(("CALIBRATIONS", "calibrate", "calibrated", "prepare"), "calibration"),
+    "calibration_part": "calls",
+    "LAB_POLICIES": "methods",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f".{HOMES[name]}", __name__), name)

@@ -11,13 +11,12 @@ from ...checkpoint import MoEModel
 from ...plan import Plan
 from ...policies import Policy, Tables
 from ...tables.build import add_tables
-from ...text import Windows, windows_of
+from ...text import Windows
 from . import learned, oracle, sere, signature
 from .allocation import AllocL, Lexi
 from .diep import Diep
 from .expert_sparsity import ExpertSparsity
 
-CALIBRATED_ON = 8  # windows
 CALIBRATIONS: dict[str, Callable[..., Tables]] = {  # of (policy, model, windows), by the table they make
     "naee_median": learned.medians,
     "modes_alpha": learned.alphas,
@@ -41,11 +40,6 @@ def calibrate(policy: Policy, model: PreTrainedModel, windows: Windows | None) -
     """The policy's table that needs a running model, by layer. The model is left as it was."""
     (make,) = (CALIBRATIONS[name] for name in policy.needs if name in CALIBRATIONS)
     return make(policy, model, windows)
-
-
-def calibration_part(windows: Windows) -> Windows:
-    """The first windows of a text: the cited methods use few samples, and some take a pass for every layer or expert."""
-    return windows_of(windows.ids[:CALIBRATED_ON], windows.workload.name)
 
 
 def prepare(plan: Plan, policy: Policy, model: PreTrainedModel, windows: Windows | None) -> Plan:

@@ -16,7 +16,9 @@ from transformers import PreTrainedModel
 from ...checkpoint import MoEModel, Site
 from ...engines.transformers.modules import run_experts
 from ...errors import IntegrationError, TextError
-from ...text import Windows
+from ...text import Windows, windows_of
+
+CALIBRATED_ON = 8  # windows
 
 ROWS = 1 << 13  # rows an experts module is given at once; bounds memory for any model
 Given = tuple[Tensor, Tensor, Tensor]  # hidden, ids, gates
@@ -142,3 +144,8 @@ def products(experts: nn.Module, hidden: Tensor, num_experts: int) -> Iterator[T
     for part in hidden.split(max(1, ROWS // num_experts)):
         found = answers(experts, part, every.expand(len(part), -1))
         yield found @ found.mT
+
+
+def calibration_part(windows: Windows) -> Windows:
+    """The first windows of a text: the cited methods use few samples, and some take a pass for every layer or expert."""
+    return windows_of(windows.ids[:CALIBRATED_ON], windows.workload.name)

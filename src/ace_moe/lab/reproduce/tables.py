@@ -131,7 +131,7 @@ def _quality(setup: Setup, name: str, title: str, methods: dict[str, str], budge
 
 
 def _plan(setup: Setup) -> CommandStep:
-    return CommandStep("plan", ("tables", setup.model, "-o", setup.at(PLAN)), PLAN, 0)
+    return CommandStep("plan", ("plan", setup.model, "--tables", "-o", setup.at(PLAN)), PLAN, 0)
 
 
 def _compare(setup: Setup, table: str, methods: Sequence[str], budgets: Sequence[float]) -> CommandStep:
@@ -156,7 +156,7 @@ def _accuracy(setup: Setup, table: str, method: str, budgets: Sequence[float]) -
     lacks = _lacking(setup) if budgets else NO_BUDGET
     given = flags(plan=setup.at(PLAN), text=setup.text, budgets=_listed(budgets), **policy)
     given += [*flags(no_correct=True, no_fidelity=True), *setup.sizes()]
-    mapped = CommandStep(f"{table}: thresholds of {method}", ("budget", setup.model, *given), PLAN, 1, lacks=lacks)
+    mapped = CommandStep(f"{table}: thresholds of {method}", ("plan", setup.model, *given), PLAN, 1, lacks=lacks)
     file = f"eval_{method.replace(':', '_').replace('=', '_')}.json"
     asked = flags(plan=setup.at(PLAN), tasks=setup.tasks, skip=f"0,{_listed(budgets)}", **policy, harness=setup.harness)
     asked += flags(device=setup.device, data=setup.data, limit=setup.limit, run_code=setup.run_code)
