@@ -6,7 +6,6 @@ In fp32: how wide a pass is changes rounding, with us as without.
 from __future__ import annotations
 
 import copy
-import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -193,26 +192,6 @@ def test_a_conversation_goes_on_with_the_new_turn_alone(
         mask = torch.ones(1, cache.get_seq_length() + PROMPT - 1, dtype=torch.long)
         model.generate(ids[:, 1:], attention_mask=mask, past_key_values=cache, **GREEDY)
         assert tokens(ace) == {"prefill": told + PROMPT - 1, "decode": 1 + DECODED}
-
-
-def test_threads_that_generate_at_a_time(ace: ACE, model: PreTrainedModel, ids: torch.Tensor) -> None:
-    """Prompts of different lengths: each thread's tokens are those of its call alone, and all are counted as what they are."""
-    lengths, found = (21, 9, 14), {}
-
-    def work(n: int) -> None:
-        found[n] = model.generate(ids[:, :n], **GREEDY)
-
-    with ace(model):
-        ace.set_threshold([0.0, 0.13])
-        alone = {n: model.generate(ids[:, :n], **GREEDY) for n in lengths}
-        ace.reset()
-        threads = [threading.Thread(target=work, args=(n,)) for n in lengths]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert tokens(ace) == {"prefill": sum(lengths), "decode": 3 * DECODED}
-    assert all(torch.equal(found[n], alone[n]) for n in lengths)
 
 
 # ---- a model called by hand ---------------------------------------------------------------------------------------------
