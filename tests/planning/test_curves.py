@@ -126,7 +126,7 @@ def test_no_model_is_called(demo_model: PreTrainedModel, mapped: Plan) -> None:
         handle = demo_model.register_forward_pre_hook(lambda *_: calls.append(1))
         try:
             for budget in (0.05, 0.31, 0.777):
-                with pytest.warns(UserWarning, match="between measured budgets"):
+                with pytest.warns(UserWarning, match="the largest measured budget|between measured budgets"):
                     ace.set_skip(budget)
         finally:
             handle.remove()
