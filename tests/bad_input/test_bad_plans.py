@@ -106,7 +106,7 @@ def test_plan_with_bad_metadata(
     change: Callable[[Any], object], said: str, plan: Path, originals: Path, refuse: Refuse
 ) -> None:
     rewrite(plan, meta=change)
-    refuse_plan(plan, originals / "single", refuse, said, "Build it again with `ace plan MODEL -o FILE`")
+    refuse_plan(plan, originals / "single", refuse, said, "build it again with `ace plan MODEL -o FILE`")
 
 
 @pytest.mark.parametrize("meta", ["", "{", "[]", "null", "5", '"ace"', "[" * 100_000], ids=lambda m: m[:6] or "empty")

@@ -27,7 +27,7 @@ def scratch(tmp_path_factory: pytest.TempPathFactory, good_plan: Plan) -> tuple[
 
 def refused_bytes(path: Path, data: bytes) -> None:
     path.write_bytes(data)
-    with pytest.raises(PlanError, match=r"truncated.*[Bb]uild it again with `ace plan MODEL -o FILE`"):
+    with pytest.raises(PlanError, match=r"truncated.*build it again with `ace plan MODEL -o FILE`"):
         Plan.load(path)
 
 

@@ -67,3 +67,9 @@ def test_attaching_to_a_wrong_model_leaves_it_alone(
     assert torch.equal(model(ids).logits, before)
     assert [n for n, _ in model.named_modules()] == modules
     assert not model._forward_pre_hooks
+
+
+def test_tables_are_not_added_to_a_plan_of_another_model(originals: Path, plan: Path, refuse: Refuse) -> None:
+    """Also where the plan has them all, so that nothing would be computed."""
+    for name, said in (("other", "other router weights"), ("dense", "dense model has nothing to skip")):
+        refuse("plan", originals / name, "--tables", "-o", plan, says=(said,))

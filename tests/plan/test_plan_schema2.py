@@ -120,7 +120,7 @@ BAD_METADATA = {
 @pytest.mark.parametrize(("change", "said"), BAD_METADATA.values(), ids=BAD_METADATA)
 def test_bad_metadata(change: Callable[[Any], None], said: str, tmp_path: Path) -> None:
     path = edited(plan_of(entry(0.5, 0.2)), tmp_path / "p.safetensors", change)
-    with pytest.raises(PlanError, match=rf"p\.safetensors: .*{said}.*Build it again with `ace plan MODEL -o FILE`\.$"):
+    with pytest.raises(PlanError, match=rf"p\.safetensors: .*{said}.*build it again with `ace plan MODEL -o FILE`\.$"):
         Plan.load(path)
 
 

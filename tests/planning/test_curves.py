@@ -114,7 +114,7 @@ def test_budgets_never_mapped_are_realised(demo_model: PreTrainedModel, mapped: 
     with attached(demo_model, mapped, make("share")) as deciders:
         passes = Passes(deciders, demo_model, demo_windows, 4)
         for budget in (0.05, 0.3, 0.47, 0.55, 0.7):
-            found = mapped.answer(make("share").settings, budget)
+            found = mapped.lookup(make("share").settings, budget)
             assert found.how == "between" and found.error is not None
             realised = passes(found.threshold).ratio(found.threshold)
             assert abs(realised - budget) <= max(found.error, 2e-3) + 1e-3, (budget, realised)
@@ -126,7 +126,7 @@ def test_no_model_is_called(demo_model: PreTrainedModel, mapped: Plan) -> None:
         handle = demo_model.register_forward_pre_hook(lambda *_: calls.append(1))
         try:
             for budget in (0.05, 0.31, 0.777):
-                with pytest.warns(UserWarning, match="between measured budgets"):
+                with pytest.warns(UserWarning, match="the largest measured budget|between measured budgets"):
                     ace.set_skip(budget)
         finally:
             handle.remove()

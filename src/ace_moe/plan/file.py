@@ -55,7 +55,7 @@ MOST_BYTES = 4 << 20  # of metadata; the largest plans we know have under 1 MiB
 MOST_POINTS = 1 << 16  # of a curve
 TENSOR = re.compile(r"layers\.(?P<key>.+)\.(?P<table>[a-z_][a-z0-9_]*)")
 DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32"}
-NO_PLAN = f"It is truncated or not a plan; build it again with {BUILD}."
+NO_PLAN = f"It is truncated or not a plan; remove it and build it again with {BUILD}."
 
 
 # ---- writing ------------------------------------------------------------------------------------------------------
@@ -198,8 +198,8 @@ def _metadata(handle: safe_open, sealed: bool) -> dict[str, Any]:
     schema = ace.pop("schema", None)
     if schema not in READS:
         raise PlanError(
-            f"the plan has schema {schema!r:.40}, this release reads {', '.join(map(str, READS))}. Build it again with "
-            f"{BUILD}, or use the release that wrote it."
+            f"the plan has schema {schema!r:.40}, this release reads {', '.join(map(str, READS))}. Remove the file and build it "
+            f"again with {BUILD}, or use the release that wrote it."
         )
     if sealed != (schema == SCHEMA):
         raise PlanError(f"a plan of schema {SCHEMA} begins with its checksum, and no other does. {AGAIN}")

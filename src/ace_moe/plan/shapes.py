@@ -19,7 +19,7 @@ ROUNDING = 1e-6
 Shapes = Mapping[str, Sequence[str]]
 Structure = Mapping[str, Mapping[str, Any]]
 Tables = dict[str, dict[str, Tensor]]
-AGAIN = f"Build it again with {BUILD}."
+AGAIN = f"Remove the file and build it again with {BUILD}."
 
 
 def check_declared(shapes: Shapes) -> None:
