@@ -98,14 +98,10 @@ def main() -> None:
     except (AceError, OSError) as error:
         from rich.markup import escape
 
-        err.print(f"[bold red]error:[/] {escape(_paragraph(error))}", highlight=False, soft_wrap=True)
+        refused = f"The system refused a file or folder: {brief(error)}. Check its path, permissions and free space."
+        paragraph = str(error) if isinstance(error, AceError) else refused
+        err.print(f"[bold red]error:[/] {escape(paragraph)}", highlight=False, soft_wrap=True)
         sys.exit(1)
-
-
-def _paragraph(error: Exception) -> str:
-    if isinstance(error, AceError):
-        return str(error)
-    return f"The system refused a file or folder: {brief(error)}. Check its path, permissions and free space."
 
 
 # ---- progress ----

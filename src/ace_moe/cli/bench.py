@@ -54,38 +54,27 @@ def bench(
 ) -> None:
     """Time to first token and per output token, stock and skipped, in one run."""
     from ..checkpoint.loading import load_tokenizer, load_windows
-    from ..checkpoint.model import called
     from ..lab.bench.routers import shape_routers
     from ..lab.bench.run import Bench, check_stock, describe
-    from ..lab.store import BENCH, ResultsFile
     from ..plan import Plan
     from .bench_table import chart as draw
     from .bench_table import check_chart, latency_table
 
     check_output(output, "results", plan)
-    check_output(chart, "picture", plan)
+    check_chart(chart, plan)
     prompts, batches = _grid(rows, prefill, decode)
     ratios, paths = parse_budgets(skip), stock.split(",")
     _check(model, shape, layers, routing, union, text)
     check_stock(paths)
-    if chart is not None:
-        check_chart(chart)
     if text is not None:
         check_texts([text], window, tokens)
     loaded = _model(model, shape, layers, device, [*prompts, *batches], len(paths) + 2)
     router = shape_routers(loaded, routing, union) if shape is not None else None
     windows = None if text is None else load_windows(loaded, load_tokenizer(str(model)), text, window, tokens)
     facts = describe(loaded.device, made_of(plan, text))
-    if shape:
+    if shape is not None:
         facts["routing"] = _routing_facts(routing, router)
-    identity = {
-        "model": shape or called(str(model)),
-        "layers": layers,
-        "routing": facts.get("routing"),
-        **made_of(text),
-    }
-    identity["device"] = facts["device"]
-    log = RowLog(None if output is None else ResultsFile(output, BENCH, identity), facts, quiet=as_json)
+    log = RowLog(_results_file(output, model, shape, layers, text, facts), facts, quiet=as_json)
     expected = None if router is None else router.union
     timer = Bench(loaded, ratios, log.add, Plan.load(plan) if plan else None, windows, expected)
     if text is not None:
@@ -101,6 +90,24 @@ def bench(
         out.print(latency_table(log.rows))
     if chart is not None:
         draw(log.rows, chart)
+
+
+def _results_file(
+    output: Path | None,
+    model: str | None,
+    shape: str | None,
+    layers: int | None,
+    text: Path | None,
+    facts: dict[str, Any],
+) -> ResultsFile | None:
+    """The file of the rows, which another model, routing, text or device may not continue."""
+    from ..checkpoint.model import called
+    from ..lab.store import BENCH, ResultsFile
+
+    if output is None:
+        return None
+    about = {"model": shape or called(str(model)), "layers": layers, "routing": facts.get("routing")}
+    return ResultsFile(output, BENCH, {**about, **made_of(text), "device": facts["device"]})
 
 
 @dataclass

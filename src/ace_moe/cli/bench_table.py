@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from ..errors import IntegrationError, OptionError
 from ..lab.bench.run import UNRULED, Row
+from .outputs import check_output
 from .show import table
 
 if TYPE_CHECKING:
@@ -36,25 +37,27 @@ def latency_table(rows: Sequence[Row]) -> Table:
             ratios = (_ratio(row, stock), _ratio(row, dense)) if row.path == "ace" else ("", "")
             experts = f"{row.executed:.1f} of {row.experts:.1f}"
             cells = [size, row.path, f"{row.realised:.1%}", time, *ratios, experts]
-            lines.append([*cells, _fidelity(row)] if judged else cells)
+            skips = row.path == "ace" and row.kl is not None  # compared with the unskipped model
+            fidelity = f"{row.kl:.4f} {row.agreement:.1%} {row.acceptance:.1%}" if skips else ""
+            lines.append([*cells, fidelity] if judged else cells)
     columns = ["", "path", "skipped", "time", "vs. stock", "vs. own 0 %", "experts read a layer"]
     return table("latency", [*columns, "KL, agreement, acceptance"] if judged else columns, lines)
 
 
-def _fidelity(row: Row) -> str:
-    """KL, agreement and acceptance of a row that skips; they compare it with the unskipped model."""
-    return "" if row.path != "ace" or row.kl is None else f"{row.kl:.4f} {row.agreement:.1%} {row.acceptance:.1%}"
-
-
-def check_chart(path: Path) -> None:
-    """Refuse what cannot be drawn, before the long work starts."""
+def check_chart(path: Path | None, plan: Path | None) -> None:
+    """Refuse what cannot be drawn or written, before the long work starts."""
+    if path is None:
+        return
+    check_output(path, "picture", plan)
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
     except ImportError:
         raise IntegrationError("A chart needs matplotlib: pip install ace-moe[report].") from None
     kinds = FigureCanvasAgg.get_supported_filetypes()
     if path.suffix and path.suffix[1:].lower() not in kinds:
-        raise OptionError(f"{path} is no picture that can be drawn. Its name may end in: {', '.join(sorted(kinds))}.")
+        raise OptionError(
+            f"{path} is not a picture that can be drawn. Its name may end in: {', '.join(sorted(kinds))}."
+        )
 
 
 def chart(rows: Sequence[Row], path: Path) -> None:

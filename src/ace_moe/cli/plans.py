@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import replace
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,7 +21,12 @@ from .outputs import check_output, check_writable
 from .terminal import note, out, print_json, say
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from ..mapping import Mapped
     from ..plan import Plan
+    from ..policies import Policy
+    from ..text import Windows
 
 EVERY = "0.1:0.6:0.1"  # budgets that are mapped where none are named
 PLAN = "Where the plan goes; one that is there is continued."
@@ -63,10 +70,9 @@ def plan(
     if tables:
         return _add_tables(model, output, loading.device, as_json)
     from ..checkpoint import MoEModel
-    from ..lab.policies import CALIBRATIONS, calibration_part, prepare
-    from ..mapping import map_budgets, most_within, windows_by_text
+    from ..lab.policies import CALIBRATIONS
+    from ..mapping import windows_by_text
     from ..mapping.unfinished import Partial
-    from ..plan import update
     from ..policies import choose, is_ours, policy_for
     from ..provenance import provenance
     from ..tables.check import check_tables
@@ -74,44 +80,85 @@ def plan(
     choose(**deciding.given)  # reading a large checkpoint takes long: what would be refused after it is refused first
     parse_budgets(budgets)
     check_texts(text or (), window, tokens, batch)
-    if max_kl is not None:
-        _check_bound(max_kl, budgets)
+    _check_bound(max_kl, budgets)
     read = _open(model, output)
     policy = policy_for(read, **deciding.given)
     check_tables(read, policy, CALIBRATIONS)
     wanted = [] if max_kl is not None else reachable(budgets, EVERY, read.top_k, policy.min_active)
     warn_of_loss([] if budgets == EVERY else wanted, quiet)  # a whole curve is not a wish
     loaded = loading.load(model)
-    now = before = read.check_model(MoEModel.of(loaded).fingerprint(), allow_other_weights)
-    record, entries, passes = provenance(loaded.device, made_of(*text or ())), [], 0
-
-    def save(now: Plan) -> None:
-        """With the command that made it, unless nothing is new."""
-        update(output, read, now if now == before else replace(now, made=(*before.made, record)))
-
-    for windows in windows_by_text(loaded, model, text or (), window, tokens):
-        now = prepare(now, policy, loaded, calibration_part(windows))
-        if max_kl is not None:
-            ratio, now = most_within(loaded, now, policy, windows, max_kl, batch)
-            note(f"{ratio:.0%} can be skipped within a KL of {max_kl:g} on {windows.workload.name}")
-            wanted, correct = [ratio] if ratio else [], False  # the threshold that was judged, not one beside it
-        how: dict[str, Any] = {"correct": correct, "again": again, "judged": fidelity, "partial": Partial(output)}
-        mapped = map_budgets(loaded, now, policy, windows, wanted, save=save, batch=batch, **how)
-        now = mapped.plan.with_default(windows.workload) if default else mapped.plan
-        save(now)
+    known = read.check_model(MoEModel.of(loaded).fingerprint(), allow_other_weights)
+    file = PlanFile(output, read, known, provenance(loaded.device, made_of(*text or ())))
+    texts = windows_by_text(loaded, model, text or (), window, tokens)
+    how = {"correct": correct, "again": again, "judged": fidelity, "partial": Partial(output), "batch": batch}
+    entries, passes = [], 0
+    for mapped in _map_texts(loaded, file, policy, texts, wanted, max_kl, default, how):
         entries += mapped.entries
         passes += mapped.passes.count
         if not as_json:
-            out.print(show.entries_table(mapped.entries))
-            said = f"{len(wanted)} thresholds from {windows.workload.tokens:,} tokens of {windows.workload.name}"
-            say(f"{output}: {said} in {mapped.passes.count} passes.")
+            _print_mapped(output, mapped)
     if as_json:
         return print_json({"plan": str(output), "passes": passes, "thresholds": [show.entry_json(t) for t in entries]})
     named = "" if is_ours(policy.key) else f" --policy {opt.as_typed(policy.key)}"  # a file may not say which code runs
     say(f"Next: ace run {opt.as_typed(model)} --plan {opt.as_typed(output)}{named} --beside --prompt TEXT")
 
 
-def _check_bound(max_kl: float, budgets: str) -> None:
+@dataclass(frozen=True)
+class PlanFile:
+    """A plan file under change: the plan as it was read, the same checked against the model, and who changes it."""
+
+    path: Path
+    read: Plan
+    known: Plan
+    record: dict[str, Any]
+
+    def save(self, plan: Plan) -> None:
+        """Write the plan with the command that made it, unless nothing is new."""
+        from ..plan import update
+
+        changed = plan if plan == self.known else replace(plan, made=(*self.known.made, self.record))
+        update(self.path, self.read, changed)
+
+
+def _map_texts(
+    model: PreTrainedModel,
+    file: PlanFile,
+    policy: Policy,
+    texts: list[Windows],
+    budgets: list[float],
+    max_kl: float | None,
+    default: bool,
+    how: dict[str, Any],
+) -> Iterator[Mapped]:
+    """Map the budgets, or the most within `max_kl`, on one text after another, each into the file."""
+    from ..lab.policies import calibration_part, prepare
+    from ..mapping import map_budgets, most_within
+
+    plan = file.known
+    for windows in texts:
+        plan = prepare(plan, policy, model, calibration_part(windows))
+        if max_kl is not None:
+            ratio, plan = most_within(model, plan, policy, windows, max_kl, how["batch"])
+            note(f"{ratio:.0%} can be skipped within a KL of {max_kl:g} on {windows.workload.name}")
+            budgets = [ratio] if ratio else []
+            how = {**how, "correct": False}  # the threshold that was judged, not one beside it
+        mapped = map_budgets(model, plan, policy, windows, budgets, save=file.save, **how)
+        plan = mapped.plan.with_default(windows.workload) if default else mapped.plan
+        file.save(plan)
+        yield mapped
+
+
+def _print_mapped(output: Path, mapped: Mapped) -> None:
+    out.print(show.entries_table(mapped.entries))
+    text = mapped.passes.windows.workload
+    said = f"{len(mapped.fits)} thresholds from {text.tokens:,} tokens of {text.name}"
+    say(f"{output}: {said} in {mapped.passes.count} passes.")
+
+
+def _check_bound(max_kl: float | None, budgets: str) -> None:
+    """Refuse a bound on KL that is not one, and one with budgets beside it."""
+    if max_kl is None:
+        return
     if budgets != EVERY:
         raise BudgetError("--max-kl finds the budget itself: leave --budgets out.")
     if not 0 < max_kl < math.inf:
@@ -141,7 +188,7 @@ def _open(model: str, path: Path) -> Plan:
 def _add_tables(model: str, path: Path, device: str | None, as_json: bool) -> None:
     """Add the tables of the paper's rule to the plan of the file, or to a new one, and show them."""
     from ..checkpoint.loading import check_device
-    from ..plan import update
+    from ..plan import Plan, update
     from ..provenance import provenance
     from ..tables import PAPER
     from ..tables.build import build_plan
@@ -151,7 +198,10 @@ def _add_tables(model: str, path: Path, device: str | None, as_json: bool) -> No
         check_device(device)
     start = time.perf_counter()
     plan = replace(build_plan(model, PAPER, device=device), made=(provenance(device or "cpu"),))
-    known = _readable(path)
+    known = None
+    if path.exists():
+        with suppress(PlanError):  # of a plan that cannot be read nothing is lost
+            known = Plan.load(path)
     if known is None:
         plan.save(path)
     else:
@@ -167,15 +217,3 @@ def _add_tables(model: str, path: Path, device: str | None, as_json: bool) -> No
     out.print(show.plan_table(plan))
     following = f"ace plan {opt.as_typed(model)} --plan {opt.as_typed(path)} --text FILE"
     say(f"{path}: {len(plan.layers)} layers in {seconds:.1f} s. Next: {following}")
-
-
-def _readable(path: Path) -> Plan | None:
-    """The plan of a file; None where there is none that can be read, so that nothing is lost."""
-    from ..plan import Plan
-
-    if not path.exists():
-        return None
-    try:
-        return Plan.load(path)
-    except PlanError:
-        return None

@@ -118,15 +118,14 @@ def print_perplexity(console: Console, results: dict[str, Any], protocol: str, w
         say(f"requested {results['setup']['skip']:.1%}, realised {results['ace']['realised']:.2%}", console)
 
 
-def _points_changed(change: dict[str, float]) -> str:
-    value, low, high = (100 * change[name] for name in ("value", "low", "high"))
-    return f"{value:+.2f} points ({low:+.1f} … {high:+.1f})"
-
-
 def tasks_table(results: dict[str, Any]) -> Table:
+    """Scores of each task and budget with their intervals, and the change against the unskipped model."""
     rows = []
     for c in results["cells"]:
-        against = "" if c["change"] is None else _points_changed(c["change"])
+        against = ""
+        if c["change"] is not None:
+            change, low, high = (100 * c["change"][name] for name in ("value", "low", "high"))
+            against = f"{change:+.2f} points ({low:+.1f} … {high:+.1f})"
         value = f"{100 * c['value']:.2f} % ({' – '.join(f'{100 * bound:.1f}' for bound in c['interval'])})"
         rows.append([c["task"], c["metric"], f"{c['skip']:.0%}", f"{c['realised']:.2%}", value, against])
     columns = ["task", "metric", "budget", "realised", "score", "against unskipped"]

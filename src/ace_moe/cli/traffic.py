@@ -67,12 +67,12 @@ def trace(
     tokenizer, loaded = loading.load_both(model)
     windows = load_windows(loaded, tokenizer, text, window, tokens)
     with _under(loaded, plan, skip, options) as deciders:
-        found = read(loaded, deciders, windows, skip, batch)
-    size = save_trace(found, output).stat().st_size
-    slots = sum(layer.ids.numel() for layer in found.layers.values())
+        traced = read(loaded, deciders, windows, skip, batch)
+    size = save_trace(traced, output).stat().st_size
+    slots = sum(layer.ids.numel() for layer in traced.layers.values())
     if as_json:
-        return print_json({"trace": str(output), "tokens": len(found), "slots": slots, "bytes": size})
-    said = f"{len(found):,} tokens of {len(windows.ids)} windows, {slots:,} slots, {size / slots:.2f} bytes each"
+        return print_json({"trace": str(output), "tokens": len(traced), "slots": slots, "bytes": size})
+    said = f"{len(traced):,} tokens of {len(windows.ids)} windows, {slots:,} slots, {size / slots:.2f} bytes each"
     say(f"{output}: {said}. Next: ace simulate {opt.as_typed(output)}")
 
 
@@ -110,7 +110,9 @@ def simulate(
 
     Thresholds are quantiles of the trace. Steps are drawn from different requests.
     """
+    from ..engines.traces.file import load_trace
     from ..lab.store import SIMULATE, ResultsFile, begin_run, put
+    from ..lab.traffic.returned import SUFFIX, load_returned
     from ..lab.traffic.simulate import Simulation
     from ..lab.traffic.timing import cost_of
     from ..plan import Plan
@@ -118,37 +120,31 @@ def simulate(
     from ..provenance import provenance
 
     check_output(output, "results", trace, plan, bench)
-    found, known = _load(trace), None if plan is None else Plan.load(plan)
-    made = choose(**deciding.given) if known is None else policy_for(known, **deciding.given)
-    wanted, sizes = parse_budgets(skip), _sizes(batch, len(found.requests.unique()))
-    cost = None if bench is None else cost_of(bench, found.top_k)
-    simulation = Simulation(found, made, known)
+    traced = load_returned(trace) if trace.suffix == SUFFIX else load_trace(trace)
+    known = None if plan is None else Plan.load(plan)
+    policy = choose(**deciding.given) if known is None else policy_for(known, **deciding.given)
+    wanted, sizes = parse_budgets(skip), _sizes(batch, len(traced.requests.unique()))
+    cost = None if bench is None else cost_of(bench, traced.top_k)
+    simulation = Simulation(traced, policy, known)
     taus = {budget: simulation.threshold(budget) for budget in wanted}
     rows = [_row(simulation, budget, taus[budget], size, seed, ranks, cost) for size in sizes for budget in wanted]
-    facts = {"trace": trace.name, "model": found.model, "tokens": len(found), "under": found.shared()}
-    facts |= {"policy": made.settings, "seed": seed}
+    facts = {"trace": trace.name, "model": traced.model, "tokens": len(traced), "under": traced.shared()}
+    facts |= {"policy": policy.settings, "seed": seed}
     if output is not None:
         record = provenance(inputs=made_of(trace, plan, bench))
         files = {name: None if path is None else file_hash(path) for name, path in (("trace", trace), ("plan", plan))}
-        file = ResultsFile(output, SIMULATE, {**files, "policy": made.settings, "seed": seed, "ranks": ranks})
+        file = ResultsFile(output, SIMULATE, {**files, "policy": policy.settings, "seed": seed, "ranks": ranks})
         with file.changed() as results:
             begin_run(results, {**facts, "command": record["command"], "provenance": record})
             for row in rows:
                 put(results.setdefault("rows", []), row, ("batch", "skip"), newer=True)
     if as_json:
         return print_json({**facts, "rows": rows})
-    out.print(_table(made.key, rows))
-    under = ", ".join(f"{n:,} under {skip}" for skip, n in found.shared().items())
-    say(f"{trace}: {len(found):,} tokens of {len(found.requests.unique())} requests ({under}), computed.")
-    for unlike in _unlike(found, wanted):
+    out.print(_table(policy.key, rows))
+    under = ", ".join(f"{n:,} under {skip}" for skip, n in traced.shared().items())
+    say(f"{trace}: {len(traced):,} tokens of {len(traced.requests.unique())} requests ({under}), computed.")
+    for unlike in _unlike(traced, wanted):
         note(unlike)
-
-
-def _load(path: Path) -> Trace:
-    from ..engines.traces.file import load_trace
-    from ..lab.traffic.returned import SUFFIX, load_returned
-
-    return load_returned(path) if path.suffix == SUFFIX else load_trace(path)
 
 
 def _sizes(text: str | None, requests: int) -> list[int]:
@@ -167,10 +163,10 @@ def _sizes(text: str | None, requests: int) -> list[int]:
 def _row(
     simulation: Simulation, budget: float, tau: float, size: int, seed: int, ranks: int | None, cost: Cost | None
 ) -> dict[str, Any]:
-    found = simulation.count(tau, simulation.steps(size, seed), ranks)
-    row = {"batch": size, "skip": budget, "threshold": tau, "skipped": simulation.ratio(tau), **asdict(found)}
+    counts = simulation.count(tau, simulation.steps(size, seed), ranks)
+    row = {"batch": size, "skip": budget, "threshold": tau, "skipped": simulation.ratio(tau), **asdict(counts)}
     if cost is not None:
-        row |= {"tpot_ms": cost.tpot(size, found.reads), "tpot_unskipped_ms": cost.tpot(size, found.asked)}
+        row |= {"tpot_ms": cost.tpot(size, counts.reads), "tpot_unskipped_ms": cost.tpot(size, counts.asked)}
     return {name: value for name, value in row.items() if value is not None}
 
 
@@ -178,14 +174,13 @@ def _table(policy: str, rows: list[dict[str, Any]]) -> Any:
     columns = ["batch", "asked to skip", "skipped", "slots run", "with restore", "experts read a layer"]
     timed, ranked = "tpot_ms" in rows[0], "ranks" in rows[0]
     columns += ["ms a step"] * timed + ["busiest rank reads"] * ranked
-    return show.table(f"{policy}, simulated", columns, [_cells(row, timed, ranked) for row in rows])
-
-
-def _cells(row: dict[str, Any], timed: bool, ranked: bool) -> list[str]:
-    cells = [str(row["batch"]), *(f"{row[name]:.1%}" for name in ("skip", "skipped", "slots", "restored"))]
-    cells.append(f"{row['reads']:.1f} of {row['asked']:.1f}")
-    cells += [f"{row['tpot_ms']:.2f} of {row['tpot_unskipped_ms']:.2f}"] if timed else []
-    return cells + ([f"{row['ranks']['busiest']:.1f}"] if ranked else [])
+    lines = []
+    for row in rows:
+        cells = [str(row["batch"]), *(f"{row[name]:.1%}" for name in ("skip", "skipped", "slots", "restored"))]
+        cells.append(f"{row['reads']:.1f} of {row['asked']:.1f}")
+        cells += [f"{row['tpot_ms']:.2f} of {row['tpot_unskipped_ms']:.2f}"] if timed else []
+        lines.append(cells + ([f"{row['ranks']['busiest']:.1f}"] if ranked else []))
+    return show.table(f"{policy}, simulated", columns, lines)
 
 
 def _unlike(trace: Trace, wanted: list[float]) -> list[str]:
