@@ -1,6 +1,6 @@
 """A policy of one's own: skip a slot whose gate is small against the token's mean gate.
 
-ace budget MODEL --plan plan.safetensors --text sample.txt --policy spread:Spread
+ace plan MODEL --plan plan.safetensors --text sample.txt --policy spread:Spread
 ace compare MODEL --methods share,spread:Spread:power=2 --text sample.txt
 """
 

@@ -13,7 +13,7 @@ from serving_parts import EXPERTS, experts, layer, routing, runner, step
 from torch import Tensor
 
 from ace_moe.engines.vllm import backends, executor
-from ace_moe.engines.vllm.executor import Compact, Redirect
+from ace_moe.engines.vllm.executor import CompactSlots, Redirect
 from ace_moe.engines.vllm.settings import Settings
 from ace_moe.errors import IntegrationError
 
@@ -37,7 +37,7 @@ def skipped(tokens: int, tau: float = 0.15) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def compact(run: Any, x: Tensor, gates: Tensor, ids: Tensor, expert_map: Tensor | None = None) -> Tensor:
-    return Compact(SimpleNamespace(expert_map=expert_map))(run, x, gates, ids)
+    return CompactSlots(SimpleNamespace(expert_map=expert_map))(run, x, gates, ids)
 
 
 def redirected(gates: Tensor, ids: Tensor) -> Tensor:
@@ -250,12 +250,12 @@ def test_a_kernel_that_was_built_again_is_chosen_for_again() -> None:
 
 def test_our_kernels_up_to_a_number_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """Beyond it the engine's own way; the name in the report says both."""
-    from ace_moe.engines.vllm.kernels import Kernels
+    from ace_moe.engines.vllm.kernels import OurKernels
 
     def ours(run: Any, x: Tensor, gates: Tensor, ids: Tensor, **shared: Any) -> Tensor:
         return torch.full_like(x, 7)
 
-    monkeypatch.setattr(Kernels, "of", classmethod(lambda *given, **more: ours))
+    monkeypatch.setattr(OurKernels, "of", classmethod(lambda *given, **more: ours))
     own = executor.Experts(runner(experts("TritonExperts")), layer(), Settings(kernels=4))
     for tokens, expected in ((4, 7), (5, 0)):
         x, gates, ids = skipped(tokens)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import gelu, silu
 
 from ace_moe.engines.vllm.executor import Experts
-from ace_moe.engines.vllm.kernels import Kernels, unfit
+from ace_moe.engines.vllm.kernels import OurKernels, unfit
 from ace_moe.engines.vllm.settings import Settings
 
 
@@ -47,8 +47,8 @@ def test_our_kernels_run_vllms_layout(
     pytest.importorskip("triton", reason="the kernels run in Triton's interpreter")
     module, x, gates, ids = unquantised(tokens)
     module.activation.value = activation.__name__
-    kernels = Kernels.of(module, module.quant_method.moe_kernel.fused_experts)
-    assert isinstance(kernels, Kernels)
+    kernels = OurKernels.of(module, module.quant_method.moe_kernel.fused_experts)
+    assert isinstance(kernels, OurKernels)
     expected = dense(module, x, gates, ids, activation)
     module.w13_weight, module.w2_weight = (w.to(dtype) for w in (module.w13_weight, module.w2_weight))
     found = kernels(None, x.to(dtype), gates, ids)
@@ -75,8 +75,8 @@ def test_our_kernels_read_fp8_by_blocks(tokens: int) -> None:
     x = torch.randn(tokens, 192, generator=generator)
     expected = dense(module, x, gates, ids, silu)
     module.w13_weight, module.w2_weight = codes
-    kernels = Kernels.of(module, kernel)
-    assert isinstance(kernels, Kernels)
+    kernels = OurKernels.of(module, kernel)
+    assert isinstance(kernels, OurKernels)
     torch.testing.assert_close(kernels(None, x, gates, ids), expected, rtol=1e-3, atol=1e-3)
     kernel.block_shape = [128, 128]  # half an expert would share a factor with nothing
     assert "quantised" in unfit(module, kernel)
@@ -120,5 +120,5 @@ def test_fp8_is_ours_up_to_a_few_tokens(monkeypatch: pytest.MonkeyPatch) -> None
 def test_where_the_choice_is_ours_only_measured_gpus_get_them() -> None:
     pytest.importorskip("triton", reason="without it the kernels say so first")
     module, *_ = unquantised(1)
-    found = Kernels.of(module, module.quant_method.moe_kernel.fused_experts, measured=True)
+    found = OurKernels.of(module, module.quant_method.moe_kernel.fused_experts, measured=True)
     assert isinstance(found, str) and "not measured" in found

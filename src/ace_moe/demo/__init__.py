@@ -49,15 +49,17 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Rule:
+class Variant:
+    """One way to decide slots, and whether its thresholds are corrected."""
+
     label: str
     policy: Policy
     correct: bool
 
 
 RULES = (
-    Rule("paper (gain kept)", PRESETS["paper"], correct=False),
-    Rule("ace (gain power)", Ace(), correct=True),
+    Variant("paper (gain kept)", PRESETS["paper"], correct=False),
+    Variant("ace (gain power)", Ace(), correct=True),
 )
 
 
@@ -73,16 +75,17 @@ def run(folder: Path, say: Callable[[str], None] = print) -> list[Cell]:
     for number, rule in enumerate(RULES, start=2):
         how = "corrected" if rule.correct else "one pass"
         say(f"{number}/3  {rule.label}: thresholds for 10–60 %, {how}, and perplexity")
-        found, plan = _measure(rule, plan, model, windows)
-        cells += found if not cells else found[1:]  # the unskipped model is the same for both
-    made = provenance(model.device, {TEXT.name: file_hash(TEXT)})
-    replace(plan, made=(made,)).save(folder / "plan.safetensors")
-    results = {"command": made["command"], "provenance": made, "cells": [asdict(c) for c in cells]}
+        measured, plan = _measure(rule, plan, model, windows)
+        cells += measured if not cells else measured[1:]  # the unskipped model is the same for both
+    record = provenance(model.device, {TEXT.name: file_hash(TEXT)})
+    replace(plan, made=(record,)).save(folder / "plan.safetensors")
+    results = {"command": record["command"], "provenance": record, "cells": [asdict(c) for c in cells]}
     (folder / "demo.json").write_text(json.dumps(results, indent=1))
     return cells
 
 
-def _measure(rule: Rule, plan: Plan, model: PreTrainedModel, windows: Windows) -> tuple[list[Cell], Plan]:
+def _measure(rule: Variant, plan: Plan, model: PreTrainedModel, windows: Windows) -> tuple[list[Cell], Plan]:
+    """Map every budget under a rule; perplexity unskipped and at each budget, and the plan with the thresholds."""
     mapped = map_budgets(model, plan, rule.policy, windows, BUDGETS, correct=rule.correct, again=True, run=score)
     scored = mapped.passes.results
     seen = {fit.threshold: (fit.realised, scored[fit.threshold]) for fit in mapped.fits if fit.threshold in scored}
@@ -93,8 +96,8 @@ def _measure(rule: Rule, plan: Plan, model: PreTrainedModel, windows: Windows) -
             seen |= {tau: (passes(tau).ratio(tau), passes.results[tau]) for tau in missing}
     cells = [Cell(rule.label, 0.0, 0.0, 0.0, scored[0.0].perplexity)]
     for fit in mapped.fits:
-        realised, found = seen[fit.threshold]
-        cells.append(Cell(rule.label, fit.budget, fit.threshold, realised, found.perplexity))
+        realised, scores = seen[fit.threshold]
+        cells.append(Cell(rule.label, fit.budget, fit.threshold, realised, scores.perplexity))
     return cells, mapped.plan
 
 

@@ -61,7 +61,7 @@ class Redirect:
         return run(x=x, topk_weights=gates, topk_ids=torch.where(ids < 0, top, ids), **shared)
 
 
-class Compact:
+class CompactSlots:
     """Only kept slots of experts on this rank reach the kernel, as tokens with one slot each. CPU only: a host value."""
 
     name = "compact"
@@ -128,9 +128,9 @@ class Experts:
         if not tokens or (auto and settings.executor != "auto"):
             why = "switched off" if not tokens else f"{settings.executor} was asked for"
             return Chosen(theirs.executor, {"kernels": why, **theirs.refused})
-        from .kernels import Kernels
+        from .kernels import OurKernels
 
-        found = Kernels.of(self.experts, kernel, measured=auto)
+        found = OurKernels.of(self.experts, kernel, measured=auto)
         if isinstance(found, str):
             if auto:
                 return Chosen(theirs.executor, {"kernels": found, **theirs.refused})
@@ -174,7 +174,7 @@ def theirs_of(experts: Any, kernel: Any, untried: bool) -> dict[str, Offer]:
     apart = "ranks exchange tokens in front of the kernel" if type(prepare).__name__ != PLAIN else ""
     return {
         "native": lambda: why or _native(experts, kernel),
-        "compact": lambda: apart or ("" if on_cpu else "it needs a value on the host") or Compact(experts),
+        "compact": lambda: apart or ("" if on_cpu else "it needs a value on the host") or CompactSlots(experts),
         "redirect": lambda: distinct_reason(kernel) or Redirect(),
     }
 

@@ -15,7 +15,7 @@ from .settings import EVERY, batch_invariant
 ACTIVATIONS = {"silu": Activation(SILU), "gelu_tanh": Activation(GELU_TANH)}
 
 
-class Kernels:
+class OurKernels:
     """Gated experts in vLLM's Triton layout: w13 [E, 2m, d] gate then up, w2 [E, d, m]; plain, or FP8 with a factor per block."""
 
     name = "kernels"
@@ -29,7 +29,7 @@ class Kernels:
         self.fastest = EVERY if block is None else ONE  # tokens of a step up to which they were found to be
 
     @classmethod
-    def of(cls, experts: Any, kernel: Any, measured: bool = False) -> Kernels | str:
+    def of(cls, experts: Any, kernel: Any, measured: bool = False) -> OurKernels | str:
         """The kernels for this layer, or why not; `measured`: only where they were found to be faster and do no harm."""
         if why := without_triton():
             return why
