@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
+from ..budget import Phase
 from ..engines.transformers import Attachment, attached_to
 from ..engines.transformers.host import hosted, place_experts, settle
 from ..errors import IntegrationError, OptionError, brief
@@ -137,10 +138,10 @@ class Decoder:
                 "`generate` instead."
             ) from error
 
-    def _phase(self, phase: str) -> AbstractContextManager[None]:
-        """The decoder knows what its tokens are; nothing of it is computed in a step."""
-        found = attached_to(self.model)
-        return nullcontext() if found is None else found.phase(phase)
+    def _phase(self, phase: Phase) -> AbstractContextManager[None]:
+        """Say what the tokens of a pass are, which the decoder knows; nothing of it is computed in a step."""
+        attachment = attached_to(self.model)
+        return nullcontext() if attachment is None else attachment.phase(phase)
 
     def rewind(self, length: int) -> None:
         """Forget what came after the first `length` tokens; with states or windows, after the prompt."""
