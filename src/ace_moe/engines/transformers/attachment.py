@@ -213,7 +213,7 @@ class Attachment:
                 step()
 
     def experts(self) -> list[nn.Module]:
-        """The experts modules, in the order of their layers."""
+        """List the experts modules in the order of their layers."""
         return [module for reference in self._experts.values() if (module := reference()) is not None]
 
     # ---- the way back -------------------------------------------------------------------------------------------
@@ -239,7 +239,7 @@ class Attachment:
 
 
 def attached_to(model: nn.Module) -> Attachment | None:
-    """The attachment a model has."""
+    """Return the attachment a model has."""
     return getattr(model, MINE, None)
 
 

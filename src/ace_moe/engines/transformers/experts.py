@@ -78,7 +78,8 @@ class Compact:
     def __call__(self, stock: Stock, module: nn.Module, hidden: Tensor, ids: Tensor, gates: Tensor) -> Tensor:
         if hidden.device.type != "cpu" or torch.compiler.is_compiling():  # a compiler cannot know the number of slots
             return stock(module, hidden, ids, gates)
-        kept = ids != int(module.num_experts)  # type: ignore[arg-type]
+        skipped = int(module.num_experts)  # type: ignore[arg-type]
+        kept = ids != skipped
         masks = getattr(module, SENTINELS, None)
         if masks is not None:  # no slot is left that would have to be masked
             setattr(module, SENTINELS, False)
