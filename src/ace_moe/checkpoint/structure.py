@@ -56,17 +56,19 @@ class Site:
         return [f"{self.path}.{n}" for n, p in self.experts.named_parameters() if p.dim() == 3]
 
     def describe(self) -> dict[str, Any]:
-        """This layer's part of a fingerprint: experts, k, d, m, router kind."""
+        """Describe this layer for a fingerprint: experts, k, d, m, router kind."""
         w_out = getattr(self.experts, "down_proj", None)
         shape = tuple(w_out.shape) if isinstance(w_out, Tensor) and is_registered(self.experts) else ()
         hidden, middle = shape[1:] if len(shape) == 3 else (0, 0)
         if shape and self.experts.is_transposed:
             hidden, middle = middle, hidden
         shapes = [] if self.router is None else [tuple(p.shape) for _, p in sorted(self.router.named_parameters())]
-        kind = f"{self.router_input}:" + ",".join("x".join(map(str, s)) for s in shapes)
         return {
-            **{"experts": self.num_experts, "top_k": self.top_k, "hidden": hidden, "intermediate": middle},
-            "router": kind,
+            "experts": self.num_experts,
+            "top_k": self.top_k,
+            "hidden": hidden,
+            "intermediate": middle,
+            "router": f"{self.router_input}:{','.join('x'.join(map(str, shape)) for shape in shapes)}",
         }
 
 

@@ -19,8 +19,14 @@ WORKLOAD = record({"name": text, "sha256": text, "tokens": number(0, whole=True)
 SETTINGS = {"policy": text, "params": thing, "min_active": number(0, whole=True), "min_mass": number(0, 1)}
 THRESHOLD = record(
     {
-        **{**SETTINGS, "gain": text, "workload": WORKLOAD, "threshold": number(0, MOST_TAU)},
-        **{"budget": number(0, 1), "realised": number(0, 1), "corrected": flag, "passes": number(0, whole=True)},
+        **SETTINGS,
+        "gain": text,
+        "workload": WORKLOAD,
+        "threshold": number(0, MOST_TAU),
+        "budget": number(0, 1),
+        "realised": number(0, 1),
+        "corrected": flag,
+        "passes": number(0, whole=True),
     },
     {"phase": choice(*get_args(Phase)), "factor": maybe(text), "fidelity": maybe(thing)},
     closed=True,

@@ -38,12 +38,20 @@ from .shapes import (
 SCHEMA, READS = 3, (1, 2, 3)
 METADATA = record(
     {
-        **{"model": text, "fingerprint": thing, "undefined": values(text), "other_weights": items(text)},
+        "model": text,
+        "fingerprint": thing,
+        "undefined": values(text),
+        "other_weights": items(text),
         "thresholds": items(THRESHOLD),
     },
     {
-        **{"calibrations": thing, "shapes": DECLARED, "guarded": values(items(text)), "curves": items(CURVE)},
-        **{"recommendation": maybe(record({"settings": thing})), "default_workload": maybe(text), "made": items(thing)},
+        "calibrations": thing,
+        "shapes": DECLARED,
+        "guarded": values(items(text)),
+        "curves": items(CURVE),
+        "recommendation": maybe(record({"settings": thing})),
+        "default_workload": maybe(text),
+        "made": items(thing),
     },
     closed=True,
 )
@@ -161,8 +169,13 @@ def _fields(handle: safe_open, sealed: bool) -> dict[str, Any]:
     if default is not None and default not in {w.sha256 for w in workloads_of(thresholds, curves)}:
         raise ValueError(f"default_workload {default!r:.40} is not the hash of one of the plan's texts")
     return {
-        **{"tables": tables, "fingerprint": fingerprint, "model": ace["model"], "undefined": ace["undefined"]},
-        **{"thresholds": thresholds, "curves": curves, "default_workload": default},
+        "tables": tables,
+        "fingerprint": fingerprint,
+        "model": ace["model"],
+        "undefined": ace["undefined"],
+        "thresholds": thresholds,
+        "curves": curves,
+        "default_workload": default,
         "other_weights": tuple(ace["other_weights"]),
         "calibrations": ace.get("calibrations", {}),
         "shapes": {name: tuple(dims) for name, dims in shapes.items()},

@@ -137,11 +137,11 @@ class Lookup:
         self.plan, self.settings, self.workload = plan, settings, workload
         fitting = [t for t in plan.thresholds if t.fits(settings)]
         curves = {c.workload.sha256: c for c in plan.curves if c.of(settings, c.workload.sha256)}
+        texts = [*curves, *(t.workload.sha256 for t in fitting)]
+        # the default text where it has something for these settings, else the newest that has
+        sha256 = plan.default_workload if plan.default_workload in texts else next(reversed(texts), None)
         if workload is not None:
             sha256 = pick(workloads_of(plan.thresholds, plan.curves), workload).sha256
-        else:  # the default text where it has something for these settings, else the newest that has
-            texts = [*curves, *(t.workload.sha256 for t in fitting)]
-            sha256 = plan.default_workload if plan.default_workload in texts else next(reversed(texts), None)
         self.entries = [t for t in fitting if t.workload.sha256 == sha256]
         corrected = [t for t in self.entries if t.corrected and t.phase == "both"]
         self.correction = Correction(curves[sha256], corrected) if sha256 in curves else None
