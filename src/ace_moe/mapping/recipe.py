@@ -38,7 +38,6 @@ def missing(
     plan: Plan, policy: Policy, budgets: Iterable[float], workload: str | None = None, sha256: str | None = None
 ) -> list[float]:
     """The budgets above 0 that the plan has no threshold for: any at all, or one measured on the text with this hash."""
-
     lookup = Lookup(plan, policy.settings, workload)
 
     def known(budget: float) -> bool:
@@ -69,9 +68,11 @@ def ensure(
     `deciders`: of a plan that is attached to the model already, else one is attached for the passes. `save` gets the plan after
     each threshold, so that stopped work goes on.
     """
-    todo = missing(plan, policy, budgets, workload, text.sha256())
+    windows = None if text.text is None else text.windows(model)  # a text of its own is written only if it is needed
+    todo = missing(plan, policy, budgets, workload, None if windows is None else windows.workload.sha256)
     if todo:
-        return map_budgets(model, plan, policy, text.windows(model), todo, deciders=deciders, save=save).plan
+        windows = windows or text.windows(model)
+        return map_budgets(model, plan, policy, windows, todo, deciders=deciders, save=save).plan
     if plan.lacks(policy.tables):
         plan = add_tables(plan, policy.tables, model)
         save(plan)
