@@ -73,7 +73,7 @@ def plan(
     from ..lab.policies import CALIBRATIONS
     from ..mapping import windows_by_text
     from ..mapping.unfinished import Partial
-    from ..policies import choose, is_ours, policy_for
+    from ..policies import choose, policy_for
     from ..provenance import provenance
     from ..tables.build import check_tables
 
@@ -99,8 +99,9 @@ def plan(
             _print_mapped(output, mapped)
     if as_json:
         return print_json({"plan": str(output), "passes": passes, "thresholds": [show.entry_json(t) for t in entries]})
-    named = "" if is_ours(policy.key) else f" --policy {opt.as_typed(policy.key)}"  # a file may not say which code runs
-    say(f"Next: ace run {opt.as_typed(model)} --plan {opt.as_typed(output)}{named} --beside --prompt TEXT")
+    if entries:
+        skip = "" if budgets == EVERY and max_kl is None else f" --skip {entries[0].budget:g}"
+        say(f"Next: {_run_command(model, output, policy, skip)}")
 
 
 @dataclass(frozen=True)
@@ -153,6 +154,14 @@ def _print_mapped(output: Path, mapped: Mapped) -> None:
     text = mapped.passes.windows.workload
     said = f"{len(mapped.fits)} thresholds from {text.tokens:,} tokens of {text.name}"
     say(f"{output}: {said} in {mapped.passes.count} passes.")
+
+
+def _run_command(model: str, plan: Path, policy: Policy, skip: str) -> str:
+    """The command that shows the plan at work, to copy; a policy from outside is named, as no file says which code runs."""
+    from ..policies import is_ours
+
+    named = "" if is_ours(policy.key) else f" --policy {opt.as_typed(policy.key)}"
+    return f"ace run {opt.as_typed(model)} --plan {opt.as_typed(plan)}{named}{skip} --beside --prompt TEXT"
 
 
 def _check_bound(max_kl: float | None, budgets: str) -> None:
