@@ -30,7 +30,7 @@ PASS = ("--tokens", 1024, "--window", 256)  # a text pass of a fraction of a sec
 
 @pytest.fixture(scope="module")
 def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`ace plan --tables`, then `ace budget` for 30 % and 50 %. Tests that write take a copy."""
+    """`ace plan --tables`, then `ace plan` for 30 % and 50 %. Tests that write take a copy."""
     path = tmp_path_factory.mktemp("plan") / "plan.safetensors"
     assert run_ace("plan", MODEL, "--tables", "-o", path).code == 0
     options = ("--budgets", "0.3,0.5", "--policy", "ace")  # what comes after takes the policy from the plan
@@ -51,10 +51,23 @@ def prompt(words: int = 120) -> str:
 
 
 def test_what_comes_next_can_be_typed(tmp_path: Path) -> None:
-    """A file's name with a space in it, and letters of another script."""
+    """Every printed step is typed and runs, with a file's name that has a space in it, and letters of another script."""
     path = tmp_path / "mein plän 文.safetensors"
-    told = " ".join(run_ace("plan", "demo", "--tables", "-o", path).out.split())
-    assert shlex.split(told.partition("Next: ")[2])[:5] == ["ace", "plan", "demo", "--plan", str(path)]
+    outcome = run_ace("plan", "demo", "--tables", "-o", path)
+    mapping = shlex.split(" ".join(outcome.out.split()).partition("Next: ace ")[2])
+    assert mapping == ["plan", "demo", "--plan", str(path), "--text", "FILE"]
+    options = (
+        *PASS,
+        "--budgets",
+        "0.2",
+        "--policy",
+        "fixed",
+        "--no-fidelity",
+    )  # searched for: no other budget is known
+    outcome = run_ace(*(str(TEXT) if word == "FILE" else word for word in mapping), *options)
+    running = shlex.split(" ".join(outcome.out.split()).partition("Next: ace ")[2])
+    assert running == ["run", "demo", "--plan", str(path), "--skip", "0.2", "--beside", "--prompt", "TEXT"]
+    assert run_ace(*running, "--max-new-tokens", 2).code == 0
 
 
 def test_tables_json(tmp_path: Path) -> None:
@@ -178,7 +191,7 @@ def test_two_texts_of_one_name(own_plan: Path, tmp_path: Path) -> None:
 
 
 def test_a_second_text_changes_nothing_for_those_who_name_none(own_plan: Path, tmp_path: Path) -> None:
-    """After `ace budget` with another text, `--skip 0.3` dropped to 15 % and `--skip 0.6` was refused though mapped."""
+    """Budgets that name no text keep the thresholds they had, whatever text is mapped afterwards."""
     before = ACE.load(own_plan, 0.5).thresholds
     text = tmp_path / "second.txt"
     text.write_text(TEXT.read_text(encoding="utf-8")[6000:12000], encoding="utf-8")
