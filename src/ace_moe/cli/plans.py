@@ -78,9 +78,8 @@ def plan(
     from ..tables.build import check_tables
 
     choose(**deciding.given)  # reading a large checkpoint takes long: what would be refused after it is refused first
-    parse_budgets(budgets)
+    _check_budgets(budgets, max_kl)
     check_texts(text or (), window, tokens, batch)
-    _check_bound(max_kl, budgets)
     read = _open(model, output)
     policy = policy_for(read, **deciding.given)
     check_tables(read, policy, CALIBRATIONS)
@@ -164,8 +163,9 @@ def _run_command(model: str, plan: Path, policy: Policy, skip: str) -> str:
     return f"ace run {opt.as_typed(model)} --plan {opt.as_typed(plan)}{named}{skip} --beside --prompt TEXT"
 
 
-def _check_bound(max_kl: float | None, budgets: str) -> None:
-    """Refuse a bound on KL that is not one, and one with budgets beside it."""
+def _check_budgets(budgets: str, max_kl: float | None) -> None:
+    """Refuse budgets that are not fractions, a bound on KL that is not one, and the two together."""
+    parse_budgets(budgets)
     if max_kl is None:
         return
     if budgets != EVERY:
