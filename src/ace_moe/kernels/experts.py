@@ -169,7 +169,7 @@ def _bulk(weights: Weights, w: Tensor, shape: tuple[int, int]) -> TensorDescript
 
 
 def _sorted(ids: Tensor, experts: int, bm: int) -> tuple[Tensor, ...]:
-    """Return kept slots in order of their expert, how many tiles of `bm` slots they make, each tile's expert, start and length."""
+    """Return kept slots by expert, how many tiles of `bm` slots they make, and each tile's expert, start and length."""
     slots, padded = ids.numel(), power_of_two(experts)
     tiles = min(slots, cdiv(slots, bm) + experts)
     sizes = [cdiv(n, 4) * 4 for n in (experts, slots, 1, tiles, tiles, tiles)]  # aligned: one compiled kernel

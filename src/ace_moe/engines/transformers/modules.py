@@ -43,7 +43,7 @@ def base_of(model: Any) -> PreTrainedModel:
 
 @cache
 def ruled(stock: type) -> type:
-    """Put the rule behind a router's top-k, in a subclass of its class; without a decider, as in a copied model, it is the stock one."""
+    """Put the rule behind a router's top-k, in a subclass of its class. Without a decider, as in a copy, it is the stock one."""
 
     def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         decider = getattr(self, "ace_decider", None)
