@@ -132,12 +132,10 @@ def _joined(
 
 @triton.jit
 def _share(
-    out, top, total, pair, split, parts, tops, totals, arrived, y,
-    G: tl.constexpr, GP: tl.constexpr, JP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, SPLITS: tl.constexpr,
+    out, top, total, g, dim, inside, pair, split, parts, tops, totals, arrived, y,
+    G: tl.constexpr, JP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Store this program's share of y; the last program to arrive joins the shares."""
-    g, dim = tl.arange(0, GP), tl.arange(0, DP)
-    inside = (g < G)[:, None] & (dim < D)[None, :]
+    """Store this program's share of y, [GP, DP] at (g, dim); the last program to arrive joins the shares."""
     at = y + (pair * G + g)[:, None] * D + dim[None, :]
     if SPLITS == 1:
         tl.store(at, (out / total[:, None]).to(y.dtype.element_ty), mask=inside)
@@ -209,4 +207,4 @@ def attend(
         top, total, out = _take(query, key, value, seen, top, total, out, scale)
     if EARLY and not SHORT:  # not before: the kernel behind fetches weights, and the cache would queue up behind them
         tl.extra.cuda.gdc_launch_dependents()
-    _share(out, top, total, pair, split, parts, tops, totals, arrived, y, G, GP, JP, D, DP, SPLITS)
+    _share(out, top, total, g, dim, inside, pair, split, parts, tops, totals, arrived, y, G, JP, D, DP, SPLITS)
