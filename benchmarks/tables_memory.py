@@ -27,7 +27,7 @@ import json, resource, sys, time
 from ace_moe import build_plan, progress
 from ace_moe.tables import PAPER
 start = time.perf_counter(); marks = []
-with progress.told(lambda *task: marks.append(time.perf_counter()))():
+with progress.reporting(lambda *task: marks.append(time.perf_counter()))():
     build_plan(sys.argv[1], PAPER).save(sys.argv[2])
 print(json.dumps({"peak_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6,
                   "seconds": time.perf_counter() - start,

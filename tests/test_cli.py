@@ -335,7 +335,7 @@ def test_chat_goes_on_behind_a_line_that_is_no_text(plan: Path) -> None:
     lines = io.TextIOWrapper(io.BytesIO(b"caf\xe9\nThe city\n"), encoding="utf-8")
     with patch.object(sys, "stdin", lines):
         ran = run_ace("chat", MODEL, "-p", plan, "--skip", 0, "--max-new-tokens", 2)
-    assert ran.code == 0 and "no Unicode text" in ran.err and ran.err.count("of slots skipped") == 2
+    assert ran.code == 0 and "not Unicode text" in ran.err and ran.err.count("of slots skipped") == 2
 
 
 def test_chat_template_is_used_where_there_is_one(plan: Path, tmp_path: Path) -> None:

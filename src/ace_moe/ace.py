@@ -25,9 +25,8 @@ from .mapping import TextSource, ensure
 from .plan import Lookup, Plan
 from .plan.hub import load_plan
 from .policies import AUTO, Policy, policy_for
-from .progress import told
-from .tables.build import add_tables, build_plan
-from .tables.check import check_tables
+from .progress import reporting
+from .tables.build import add_tables, build_plan, check_tables
 from .text import Text
 
 
@@ -115,7 +114,7 @@ class ACE:
         source = TextSource(name, content, window, tokens, tokenizer)
         moe = MoEModel.of(model) if isinstance(model, PreTrainedModel) else MoEModel.open(model)
         ace = cls(build_plan(moe), skip, text=source, **options)
-        ace._watch = told(progress)
+        ace._watch = reporting(progress)
         if isinstance(model, PreTrainedModel):
             ace._made_of = ref(model), moe.sites
         return ace

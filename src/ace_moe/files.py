@@ -24,14 +24,14 @@ PATIENCE = 30.0  # seconds to wait for another process's write, which takes a mo
 
 
 def expand(path: str | Path) -> Path:
-    """`~` as the home folder. A user that does not exist stays as typed, so that "there is no file" follows."""
+    """Replace `~` by the home folder. An unknown user stays as typed, so that "there is no file" follows."""
     if not isinstance(path, (str, os.PathLike)):
         raise OptionError(f"A file is named by its path, not by {type(path).__name__}.")
     return Path(os.path.expanduser(path))
 
 
 def file_hash(path: str | Path) -> str:
-    """sha256 of a file's bytes."""
+    """Hash a file's bytes with sha256."""
     digest = hashlib.sha256()
     with expand(path).open("rb") as file:
         while piece := file.read(1 << 20):
@@ -40,39 +40,39 @@ def file_hash(path: str | Path) -> str:
 
 
 def hashes(paths: Iterable[str | Path]) -> dict[str, str]:
-    """By name; where several files have one, by name and number."""
-    found: dict[str, str] = {}
+    """Hash files by name; where several have one name, by name and number."""
+    by_name: dict[str, str] = {}
     times: Counter[str] = Counter()
     for path in paths:
         name = Path(path).name
         times[name] += 1
-        found[name if times[name] == 1 else f"{name} ({times[name]})"] = file_hash(path)
-    return found
+        by_name[name if times[name] == 1 else f"{name} ({times[name]})"] = file_hash(path)
+    return by_name
 
 
 def cache_folder() -> Path:
-    """Where plans are kept that nobody named a place for: ACE_CACHE, or ace-moe in the user's cache."""
+    """The folder of plans that nobody named a place for: ACE_CACHE, or ace-moe in the user's cache."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(os.environ.get("ACE_CACHE") or Path(base) / "ace-moe")
 
 
 def irregular(folder: Path) -> list[str]:
-    """Names in a folder that are neither files nor folders: reading a pipe or a device may never end.
+    """List names in a folder that are neither files nor folders: reading a pipe or a device may never end.
 
     A link that leads nowhere is a file that is missing, not one of these.
     """
-    found = []
+    odd = []
     for entry in os.scandir(folder):
         with suppress(OSError):
             mode = entry.stat().st_mode
             if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
-                found.append(entry.name)
-    return sorted(found)
+                odd.append(entry.name)
+    return sorted(odd)
 
 
 @contextmanager
 def locked(folder: Path) -> Iterator[bool]:
-    """Inside, no other process of ours writes into the folder; False where that cannot be had (some network drives).
+    """Keep other processes of ours from writing into a folder; False where it cannot be locked (some network drives).
 
     The lock is on the folder itself, so that it leaves no file behind, and the system lets go of it when a process ends.
     """
@@ -109,13 +109,13 @@ def replace_whole(path: Path, data: bytes, private: bool = False) -> None:
 
 
 def clear_unfinished(path: Path) -> None:
-    """Remove what killed writers of a file left, for a caller that has locked its folder: nobody is at work on it."""
+    """Remove what killed writers of a file left; the caller has locked its folder, so nobody is at work on it."""
     for left in path.parent.glob(f".{glob.escape(path.name)}.*{UNFINISHED}"):
         left.unlink(missing_ok=True)
 
 
 def replace_here(path: Path, data: bytes, private: bool = False) -> None:
-    """`replace_whole` of a path that is no link, for a caller that has locked its folder."""
+    """`replace_whole` of a path that is not a link, for a caller that has locked its folder."""
     temporary = path.with_name(f".{path.name}.{os.urandom(4).hex()}{UNFINISHED}")
     try:
         with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if private else 0o666), "wb") as file:
@@ -131,7 +131,7 @@ def replace_here(path: Path, data: bytes, private: bool = False) -> None:
 
 
 def write_whole(path: str | Path, data: bytes, what: str, private: bool = False) -> Path:
-    """`replace_whole`, and an error of ours that says what could not be written."""
+    """`replace_whole`, with an error that says what could not be written."""
     path = expand(path)
     try:
         replace_whole(path, data, private)

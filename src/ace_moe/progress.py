@@ -1,4 +1,4 @@
-"""Progress of long work, told to one sink: a command shows it, a library caller sees nothing.
+"""Progress of long work, reported to one sink: a command shows it, a library caller sees nothing.
 
     with progress.task("mapping", total=64) as task:
         task.advance()
@@ -30,13 +30,16 @@ class Task:
     started: float = field(default_factory=time.monotonic)
 
     def advance(self, number: int = 1) -> None:
+        """Count parts that are done, and report them."""
         self.done += number
         if (sink := SINK.get()) is not None:
             sink.moved(self)
 
     def left(self, now: float, inside: float = 0.0) -> float | None:
-        """Seconds to go by the mean so far, with so much of the part that is under way; None where nothing is done or nobody
-        knows how much there is. Of the outermost task, which is what somebody waits for."""
+        """Estimate the seconds to go of the outermost task, which is what somebody waits for, by the mean so far.
+
+        `inside` is how much of the part under way is done. None where nothing is done or nobody knows how much there is.
+        """
         if self.total is None:
             return None
         done = self.done + inside
@@ -47,21 +50,20 @@ class Task:
         return (now - self.started) / (done - self.before) * max(0.0, self.total - done)
 
     def line(self, now: float) -> str:
-        """ "mapping, 50 %: 41 of 64, 1:20 left"."""
+        """Write the task in one line: "mapping, 50 %: 41 of 64, 1:20 left"."""
         names = [self.label]
         above = self.parent
         while above is not None:  # a task around another counts the one that is under way
             of = "" if above.total is None else f" {min(above.done + 1, above.total)} of {above.total}"
             names.append(above.label + of)
             above = above.parent
-        amount, left = f"{self.done}" if self.total is None else f"{self.done} of {self.total}", self.left(now)
-        return ", ".join(reversed(names)) + f": {amount}" + (f", {_clock(left)} left" if left is not None else "")
-
-
-def _clock(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+        line = f"{', '.join(reversed(names))}: {self.done}" + ("" if self.total is None else f" of {self.total}")
+        seconds = self.left(now)
+        if seconds is None:
+            return line
+        minutes, rest = divmod(round(seconds), 60)
+        hours, minutes = divmod(minutes, 60)
+        return f"{line}, {hours}:{minutes:02}:{rest:02} left" if hours else f"{line}, {minutes}:{rest:02} left"
 
 
 class Sink(Protocol):
@@ -76,17 +78,17 @@ CURRENT: ContextVar[Task | None] = ContextVar("task", default=None)
 
 @contextmanager
 def task(label: str, total: int | None = None, done: int = 0) -> Iterator[Task]:
-    """A piece of work with `total` parts, some of them done before."""
-    made, sink = Task(label, total, CURRENT.get(), done, done), SINK.get()
-    before = CURRENT.set(made)
+    """Begin and end a piece of work with `total` parts, some of them done before."""
+    work, sink = Task(label, total, CURRENT.get(), done, done), SINK.get()
+    before = CURRENT.set(work)
     if sink is not None:
-        sink.began(made)
+        sink.began(work)
     try:
-        yield made
+        yield work
     finally:
         CURRENT.reset(before)
         if sink is not None:
-            sink.ended(made)
+            sink.ended(work)
 
 
 @contextmanager
@@ -100,7 +102,7 @@ def shown(sink: Sink) -> Iterator[None]:
 
 
 class Calls:
-    """A function of the caller: what is under way, how much of it is done, and of how much if that is known."""
+    """Call a function with what is under way, how much of it is done, and of how much if that is known."""
 
     def __init__(self, call: Callable[[str, int, int | None], object]):
         self.call = call
@@ -114,13 +116,13 @@ class Calls:
         pass
 
 
-def told(call: Callable[[str, int, int | None], object] | None) -> Callable[[], AbstractContextManager[None]]:
-    """A context in which a function hears of progress; without a function, an empty one."""
+def reporting(call: Callable[[str, int, int | None], object] | None) -> Callable[[], AbstractContextManager[None]]:
+    """Make a context that reports progress to a function; without a function, an empty one."""
     return nullcontext if call is None else lambda: shown(Calls(call))
 
 
 class Log:
-    """Plain lines for what is no terminal: nothing for short work, then one now and again."""
+    """Write plain lines where there is no terminal: none for short work, then one now and again."""
 
     def __init__(self, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic):
         self.say, self.clock = say, clock

@@ -26,11 +26,14 @@ Record = dict[str, Any]
 def provenance(
     device: object = "cpu", inputs: Mapping[str, str] | None = None, argv: Sequence[str] | None = None
 ) -> Record:
-    """The record of this run; `inputs` maps names of what went in to their sha256."""
+    """Record this run; `inputs` maps names of what went in to their sha256."""
     commit, changed = _commit()
     return {
         "command": command(sys.argv if argv is None else argv),
-        **{"version": __version__, "commit": commit, "changed": changed, "device": device_name(device)},
+        "version": __version__,
+        "commit": commit,
+        "changed": changed,
+        "device": device_name(device),
         "libraries": {"python": platform.python_version(), **_libraries()},
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "inputs": dict(inputs or {}),
@@ -38,7 +41,7 @@ def provenance(
 
 
 def command(argv: Sequence[str]) -> str:
-    """The command as it was typed, but with base names of files, and without a prompt, which a plan would publish."""
+    """Quote the command as it was typed, but with base names of files, and without a prompt, which a plan would publish."""
     name = Path(argv[0]).name
     return shlex.join(["ace" if name == "__main__.py" else name, *_public(argv[1:])])
 
@@ -56,25 +59,26 @@ def _public(parts: Sequence[str]) -> Iterator[str]:
 
 
 def device_name(device: object) -> str:
-    """The kind of device, and a GPU's name."""
+    """Name the kind of device, and a GPU's model."""
     import torch
 
-    found = torch.device(str(device))
-    return f"cuda ({torch.cuda.get_device_name(found)})" if found.type == "cuda" else found.type
+    where = torch.device(str(device))
+    return f"cuda ({torch.cuda.get_device_name(where)})" if where.type == "cuda" else where.type
 
 
 @cache
 def _libraries() -> dict[str, str]:
-    found = {}
+    """Releases of the libraries that are installed."""
+    releases = {}
     for name in LIBRARIES:
         with suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    return found
+            releases[name] = importlib.metadata.version(name)
+    return releases
 
 
 @cache
 def _commit() -> tuple[str, bool | str]:
-    """(commit, whether files were changed since) of the checkout this package runs from, if it is one."""
+    """Ask git for the commit of the checkout this package runs from, and if files were changed since."""
     here = Path(__file__).parent
     try:
         _git(here, "ls-files", "--error-unmatch", Path(__file__).name)  # or the checkout is somebody else's
@@ -92,13 +96,13 @@ def _git(folder: Path, *arguments: str) -> str:
 
 
 def read(results: Mapping[str, Any]) -> Record:
-    """The record of a stored result; what an earlier release did not write says "unknown"."""
+    """Read the record of a stored result; what was not written then says "unknown"."""
     runs = results.get("runs") or [results.get("provenance") or _earlier(results)]
     return {name: runs[-1].get(name, UNKNOWN) for name in FIELDS}
 
 
 def _earlier(results: Mapping[str, Any]) -> Record:
-    """Read a record that an earlier file has in other words."""
+    """Read the record of a stored result that has it in other words."""
     environment = results.get("environment", {})
     libraries = {name: results.get(name, environment.get(name)) for name in LIBRARIES}
     known = {
@@ -111,7 +115,7 @@ def _earlier(results: Mapping[str, Any]) -> Record:
 
 
 def differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> str | None:
-    """Which versions two records differ in, in words."""
+    """Say which versions two records differ in; None where they are the same."""
     flat = ({**{n: r.get(n) for n in ("version", "commit")}, **(r.get("libraries") or {})} for r in (one, other))
     then, now = ({name: value or UNKNOWN for name, value in versions.items()} for versions in flat)
     names = [name for name in now if then.get(name, UNKNOWN) != now[name]]

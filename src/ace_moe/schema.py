@@ -16,12 +16,15 @@ Schema = Callable[[Any, str], None]
 
 
 def wrong(value: object, where: str, what: str) -> ValueError:
+    """Say what a value is and what it should be."""
     return ValueError(f"{where} is {value!r:.40}, not {what}")
 
 
-def kind(of: type, what: str) -> Schema:
+def kind(cls: type, what: str) -> Schema:
+    """A value of one class."""
+
     def check(value: Any, where: str) -> None:
-        if not isinstance(value, of):
+        if not isinstance(value, cls):
             raise wrong(value, where, what)
 
     return check
@@ -34,9 +37,9 @@ def number(low: float = -math.inf, high: float = math.inf, whole: bool = False) 
     """A finite number in [low, high]. True and false are numbers to Python, not to us."""
 
     def check(value: Any, where: str) -> None:
-        kind = int if whole else (int, float)
+        numeric = int if whole else (int, float)
         what = "a whole number" if whole else "a number"
-        if not isinstance(value, kind) or isinstance(value, bool) or not -1e308 < value < 1e308:
+        if not isinstance(value, numeric) or isinstance(value, bool) or not -1e308 < value < 1e308:
             raise wrong(value, where, what)
         if not low <= value <= high:
             bounds = f"from {low:g} on" if math.isinf(high) else f"from {low:g} to {high:g}"
@@ -46,6 +49,8 @@ def number(low: float = -math.inf, high: float = math.inf, whole: bool = False) 
 
 
 def maybe(schema: Schema) -> Schema:
+    """null, or a value of this schema."""
+
     def check(value: Any, where: str) -> None:
         if value is not None:
             schema(value, where)
@@ -54,6 +59,8 @@ def maybe(schema: Schema) -> Schema:
 
 
 def choice(*values: Any) -> Schema:
+    """One of these values."""
+
     def check(value: Any, where: str) -> None:
         if value not in values:
             raise wrong(value, where, f"one of {', '.join(map(str, values))}")

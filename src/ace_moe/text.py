@@ -28,6 +28,7 @@ class Windows:
     workload: Workload
 
     def batches(self, size: int) -> list[Tensor]:
+        """Split the windows into batches [size, L], the last one smaller."""
         check_sizes(self.ids.shape[1], batch=size)
         return list(self.ids.split(size))
 
@@ -41,57 +42,51 @@ class Text:
 
     @classmethod
     def of(cls, source: str | Path | Sequence[str] | Text) -> Text:
-        """A file, several documents as a list, or the text itself: a string with more than a file's name in it."""
+        """Read a file, join the documents of a list, or take a string as the text itself.
+
+        A string names a file if that is there, or if it can only be meant as one: a single line that ends like a file.
+        """
         if isinstance(source, Text):
             return source
-        if isinstance(source, Path) or (isinstance(source, str) and _names_a_file(source)):
-            return cls(read_text(source), Path(source).name)
-        parts: list[Any] = list(source) if _several(source) else [source]
+        if isinstance(source, str):
+            endings = (".txt", ".raw", *JSON)
+            if os.path.isfile(expand(source)) or ("\n" not in source and Path(source).suffix.lower() in endings):
+                source = Path(source)
+        if isinstance(source, Path):
+            return cls(read_text(source), source.name)
+        several = isinstance(source, Iterable) and not isinstance(source, (str, Mapping))
+        parts: list[Any] = list(source) if several else [source]
         if not all(isinstance(part, str) for part in parts) or not "".join(parts).strip():
             raise TextError("A text is a file, a string or a list of strings, and not empty.")
         return cls("\n\n".join(parts), "given text")
 
 
-def _several(source: object) -> bool:
-    return isinstance(source, Iterable) and not isinstance(source, (str, Mapping))
-
-
-def _names_a_file(text: str) -> bool:
-    """One that is there, or what can only be meant as one: a single line that ends like a file."""
-    return os.path.isfile(expand(text)) or ("\n" not in text and Path(text).suffix.lower() in (".txt", ".raw", *JSON))
-
-
 def read_text(path: str | Path) -> str:
-    """A plain text file, or a JSON file (lines or a list) whose rows have a `text` field, joined by blank lines."""
+    """Read a plain text file, or join the `text` fields of a JSON file (lines or a list) by blank lines."""
     path = expand(path)
     if not os.path.isfile(path):
         raise TextError(f"There is no text file at {path}. Give a .txt file, or a .jsonl file with a `text` field.")
     try:
         text = path.read_text(encoding="utf-8-sig")
         if path.suffix.lower() in JSON:
-            text = "\n\n".join(row["text"] for row in _rows(text))
+            # one list of objects, or one object a line; not splitlines(): a JSON string may hold other line ends (U+2028)
+            listed = text.lstrip().startswith("[")
+            rows = json.loads(text) if listed else [json.loads(row) for row in text.split("\n") if row.strip()]
+            text = "\n\n".join(row["text"] for row in rows)
     except UnicodeDecodeError as error:
         raise TextError(f"{path} is not UTF-8 text ({error.reason}). Give a .txt or .jsonl file.") from error
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise TextError(
             f"{path}: each line must be a JSON object with a `text` field ({type(error).__name__}: {brief(error)}). "
-            "Mend the file, or give plain text as .txt."
+            "Fix the file, or give plain text as .txt."
         ) from error
     if not text.strip():
         raise TextError(f"{path} is empty. Give a text of the kind the model will serve.")
     return text
 
 
-def _rows(text: str) -> list[Any]:
-    """One object a line, or one list of objects."""
-    if text.lstrip().startswith("["):
-        return json.loads(text)
-    # not splitlines(): a JSON string may hold other line ends, such as U+2028
-    return [json.loads(row) for row in text.split("\n") if row.strip()]
-
-
 def check_sizes(window: int, tokens: int | None = None, batch: int = 1) -> None:
-    """Sizes a pass can have; a window predicts every token but its first, so one token is none."""
+    """Refuse sizes that no pass can have; a window predicts every token but its first, so it needs two."""
     if window < 2 or batch < 1 or (tokens is not None and tokens < window):
         raise OptionError(
             f"A pass needs windows of at least 2 tokens, at least one window in `tokens` and one at a time; not window "
@@ -100,11 +95,11 @@ def check_sizes(window: int, tokens: int | None = None, batch: int = 1) -> None:
 
 
 def encode(tokenizer: Any, text: str, vocabulary: int, special: bool = True) -> Tensor:
-    """The text's tokens [L], if they are the model's; `special`: with what the tokenizer puts around a text."""
+    """Tokenise a text into ids [L] that the model knows; `special`: with what the tokenizer puts around a text."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise TextError(f"The text has characters that are no Unicode text ({error.reason}). Remove them.") from error
+        raise TextError(f"The text has characters that are not Unicode text ({error.reason}). Remove them.") from error
     how = {} if special else {"add_special_tokens": False}
     ids = torch.tensor(tokenizer(text, verbose=False, **how)["input_ids"], dtype=torch.long)
     if len(ids) and int(ids.max()) >= vocabulary:
@@ -116,7 +111,7 @@ def encode(tokenizer: Any, text: str, vocabulary: int, special: bool = True) -> 
 
 
 def cut(text: str, tokenizer: Any, window: int, tokens: int | None, vocabulary: int, name: str) -> Windows:
-    """Whole windows of `window` tokens from the start of the text, at most `tokens` tokens in all."""
+    """Cut whole windows of `window` tokens from the start of the text, at most `tokens` tokens in all."""
     check_sizes(window, tokens)
     # about four characters make a token; sixteen leave room, and a gigabyte of text is not tokenised for 64k tokens
     used = text if tokens is None else text[: 16 * tokens]
@@ -130,6 +125,6 @@ def cut(text: str, tokenizer: Any, window: int, tokens: int | None, vocabulary: 
 
 
 def windows_of(ids: Tensor, name: str) -> Windows:
-    """ids [N, L] as a workload that goes by its tokens."""
+    """Wrap ids [N, L] as a workload that goes by the hash of its tokens."""
     digest = hashlib.sha256(ids.contiguous().numpy().tobytes()).hexdigest()
     return Windows(ids, Workload(name, digest, ids.numel()))

@@ -27,7 +27,7 @@ BAD_TEXTS = {
     "jsonl that is text": ("t.jsonl", b"Once upon a time\n" * 9, ("`text` field", ".txt")),
     "jsonl cut in a row": ("t.jsonl", b'{"text": "all that"}\n{"text": "is', ("`text` field", ".txt")),
     "jsonl without rows": ("t.jsonl", b"\n\n", ("empty", "Give a text")),
-    "half a surrogate pair": ("t.jsonl", b'{"text": "\\ud83d' + b"x" * 99 + b'"}', ("no Unicode text", "Remove")),
+    "half a surrogate pair": ("t.jsonl", b'{"text": "\\ud83d' + b"x" * 99 + b'"}', ("not Unicode text", "Remove")),
 }
 
 
@@ -107,7 +107,7 @@ def test_empty_prompt(originals: Path, plan: Path, tmp_path: Path, refuse: Refus
 
 def test_prompt_that_is_no_text(originals: Path, plan: Path, refuse: Refuse) -> None:
     """A byte that is not UTF-8 on the command line arrives as half a surrogate pair."""
-    refuse(*run_arguments(originals / "single", plan), "--prompt", "caf\udce9", says=("no Unicode text", "Remove"))
+    refuse(*run_arguments(originals / "single", plan), "--prompt", "caf\udce9", says=("not Unicode text", "Remove"))
 
 
 def test_prompt_of_no_tokens(single: Path, plan: Path, refuse: Refuse) -> None:

@@ -16,7 +16,7 @@ from targets import checkpoint  # noqa: E402
 
 from ace_moe import build_plan  # noqa: E402
 from ace_moe.plan import Threshold, Workload  # noqa: E402
-from ace_moe.plan.curves import Curve, shaping  # noqa: E402
+from ace_moe.plan.lookup import Curve, shaping  # noqa: E402
 from ace_moe.policies import Ace, Share  # noqa: E402
 from ace_moe.tables import PAPER  # noqa: E402
 

@@ -13,8 +13,8 @@ from safetensors.torch import save
 from torch import Tensor
 
 from ace_moe.plan import Answer, Curve, Fingerprint, Phase, Plan, Routers, Threshold, Workload
-from ace_moe.plan.curves import shaping
 from ace_moe.plan.file import seal
+from ace_moe.plan.lookup import shaping
 from ace_moe.policies import Ace
 
 KEPT = Path(__file__).parents[1] / "data" / "plans"

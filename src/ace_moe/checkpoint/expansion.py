@@ -34,7 +34,7 @@ class Decoded:
 
 
 def expand_model(folder: Path, config: PretrainedConfig, dtype: str) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """The model in its configuration's precision, and transformers' report of what it found."""
+    """Load a model decoded, in its configuration's precision; also transformers' report of what was missing."""
     causal = AutoModelForCausalLM._model_mapping
     cls = causal[type(config)] if type(config) in causal else model_class(config)
     source = CheckpointSource(folder, hollow_twin(config, cls))
@@ -55,13 +55,13 @@ def expand_model(folder: Path, config: PretrainedConfig, dtype: str) -> tuple[Pr
 
 
 def is_packed(folder: Path) -> bool:
-    """Whether a checkpoint has tensors that are not plain numbers."""
+    """True if a checkpoint has tensors that are not plain numbers."""
     headers, _ = read_headers(locate(folder))
     return any(header.dtype not in (*PLAIN, "I64", "BOOL") for header in headers.values())
 
 
 def check_loaded(model: PreTrainedModel, folder: Path) -> None:
-    """The experts in memory are those on disk: several formats load without an error and with other numbers."""
+    """Refuse experts that are not those on disk: several formats load without an error and with other numbers."""
     memory = MoEModel.of(model)
     try:
         disk = MoEModel.open(folder)

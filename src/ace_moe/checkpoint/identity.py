@@ -23,7 +23,7 @@ Source = CheckpointSource | ModelSource
 
 
 def routers(sites: Iterable[Site], source: Source) -> Routers:
-    """Hashes over all router rows as bf16: they tell weights apart without reading the experts."""
+    """Hash all router rows as bf16, which tells weights apart without reading the experts."""
     exact, coarse = hashlib.sha256(), hashlib.sha256()
     for site in sites:
         names = [n for n, short in site.parameter_names().items() if short.startswith("router.")]
@@ -35,14 +35,14 @@ def routers(sites: Iterable[Site], source: Source) -> Routers:
 
 
 def experts(sites: Iterable[Site], source: Source) -> dict[str, Sample]:
-    """A sample of every layer's experts by key; a layer whose experts are stored in an unknown way is left out."""
+    """Sample every layer's experts; a layer whose experts are stored in an unknown way is left out."""
     with source.rows() as rows:
         samples = {site.key: _sample(site, rows) for site in sites if is_registered(site.experts)}
     return {key: sample for key, sample in samples.items() if sample is not None}
 
 
 def distance(sites: Iterable[Site], loaded: Source, stored: Source) -> tuple[float, str]:
-    """The largest relative distance of sampled rows of two sources' experts, and the matrix it is in."""
+    """Find the largest relative distance of sampled rows of two sources' experts, and the matrix it is in."""
     worst = (0.0, "")
     with loaded.rows() as mine, stored.rows() as theirs:
         for expert, name, wanted in (place for site in sites for place in _places(site)):
@@ -54,7 +54,7 @@ def distance(sites: Iterable[Site], loaded: Source, stored: Source) -> tuple[flo
 
 
 def _places(site: Site) -> Iterator[tuple[int, str, range]]:
-    """What is sampled: some rows of each matrix of the first and the middle expert."""
+    """Choose what is sampled: some rows of each matrix of the first and the middle expert."""
     matrices = sorted((n, p.shape[1]) for n, p in site.experts.named_parameters() if p.dim() == 3)
     for expert in sorted({0, site.num_experts // 2}):
         for name, rows in matrices:
@@ -62,6 +62,7 @@ def _places(site: Site) -> Iterator[tuple[int, str, range]]:
 
 
 def _sample(site: Site, rows: Rows) -> Sample | None:
+    """Sample one layer; None where its numbers are not the weights or not finite."""
     digest, taken = hashlib.sha256(), defaultdict[int, list[Tensor]](list)
     for expert, name, wanted in _places(site):
         values = rows(name, expert, wanted)
@@ -75,7 +76,7 @@ def _sample(site: Site, rows: Rows) -> Sample | None:
 
 
 def _bf16(values: Tensor, coarse: bool = False) -> Tensor:
-    """As bf16 on the CPU; coarse: what fp16 holds less precisely is 0."""
+    """Round to bf16 on the CPU; coarse: what fp16 holds less precisely is 0."""
     values = values.detach().to("cpu", torch.bfloat16)
     return torch.where(values.abs() < SMALLEST, 0.0, values) if coarse else values
 

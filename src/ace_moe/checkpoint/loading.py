@@ -29,7 +29,7 @@ def load_model(
     expand: bool = False,
     device_map: str | None = None,
 ) -> PreTrainedModel:
-    """The model in its own precision on one device (the GPU if there is one), or spread by a `device_map`.
+    """Load a model in its own precision on one device (the GPU if there is one), or spread by a `device_map`.
 
     `expand` decodes a quantised checkpoint into an unquantised model, also of formats that transformers does not load.
     """
@@ -70,6 +70,7 @@ def load_model(
 
 
 def _check_how(device: str | None, dtype: str, expand: bool, device_map: str | None) -> None:
+    """Refuse options that mean nothing, or nothing together."""
     if dtype not in DTYPES:
         raise OptionError(f"There is no precision {dtype!r}. Choose one of: {', '.join(DTYPES)}.")
     if device_map is not None and (device is not None or expand):
@@ -79,7 +80,7 @@ def _check_how(device: str | None, dtype: str, expand: bool, device_map: str | N
 
 
 def share_cores() -> None:
-    """Fewer threads where other work has the cores: OpenMP's spin while they wait, and a pass takes many times as long."""
+    """Use fewer threads where other work has the cores: OpenMP's spin while they wait, and a pass takes many times as long."""
     used = torch.get_num_threads()
     if "OMP_NUM_THREADS" in os.environ or used == 1 or not hasattr(os, "getloadavg"):
         return
@@ -94,7 +95,7 @@ def share_cores() -> None:
 
 
 def cores() -> int:
-    """Cores this process may use; a container may have fewer than the machine."""
+    """Count the cores this process may use; a container may have fewer than the machine."""
     there = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
@@ -109,7 +110,7 @@ def default_device() -> str:
 
 
 def check_device(device: str) -> None:
-    """A device that this machine has, found out before the long work starts."""
+    """Refuse a device that this machine does not have, before the long work starts."""
     try:
         torch.zeros(1, device=device).item()
     except (RuntimeError, AssertionError, NotImplementedError) as error:
@@ -119,6 +120,7 @@ def check_device(device: str) -> None:
 
 
 def load_tokenizer(model: str | Path) -> Any:
+    """Load the tokenizer of a model, and refuse one that knows no text."""
     folder = resolve(model)
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
@@ -132,7 +134,7 @@ def load_tokenizer(model: str | Path) -> Any:
 
 
 def check_window(model: PreTrainedModel, window: int) -> None:
-    """Past its positions a model's numbers are of no use."""
+    """Refuse a window past the model's positions, where its numbers are of no use."""
     config = model.config.get_text_config()
     positions, rope = getattr(config, "max_position_embeddings", None), getattr(config, "rope_parameters", None) or {}
     factor = rope.get("factor", 1.0)  # YaRN and its kin stretch what the model was trained with
@@ -146,7 +148,7 @@ def check_window(model: PreTrainedModel, window: int) -> None:
 def load_windows(
     model: PreTrainedModel, tokenizer: Any, text: str | Path | Text, window: int, tokens: int | None
 ) -> Windows:
-    """The text as windows of this model's tokens."""
+    """Cut a text into windows of this model's tokens."""
     check_window(model, window)
-    found = Text.of(text)
-    return cut(found.content, tokenizer, window, tokens, model.get_input_embeddings().num_embeddings, found.name)
+    source = Text.of(text)
+    return cut(source.content, tokenizer, window, tokens, model.get_input_embeddings().num_embeddings, source.name)

@@ -12,7 +12,7 @@ TOLERANCE = 1e-3  # relative; a norm's own ε costs 1e-6, a map that is not diag
 
 
 def probe(d: int, seed: int) -> Tensor:
-    """[d] with mean 0 and RMS 1, no component near 0, so that both RMSNorm and LayerNorm leave it as it is."""
+    """Make x [d] with mean 0 and RMS 1 and no component near 0, which RMSNorm and LayerNorm both leave as it is."""
     generator = torch.Generator().manual_seed(seed)
     x = 0.5 + torch.rand(d, generator=generator, dtype=torch.float64)
     x[torch.randperm(d, generator=generator)[: d // 2]] *= -1
@@ -23,7 +23,7 @@ def probe(d: int, seed: int) -> Tensor:
 
 
 def diagonal(f: Callable[[Tensor], Tensor], d: int) -> Tensor | None:
-    """s [d] with f(x) = s ∘ x + c on normalised x, or None if f is no such map; the caller reports it by name."""
+    """Find s [d] with f(x) = s ∘ x + c on normalised x; None if f is not such a map."""
     if d < 2:
         return None
     xs = [probe(d, seed) for seed in (0, 1)]
@@ -38,12 +38,12 @@ def diagonal(f: Callable[[Tensor], Tensor], d: int) -> Tensor | None:
 
 
 def norm_scale(norm: nn.Module, weights: dict[str, Tensor], d: int) -> Tensor | None:
-    """Effective scale [d] of a norm (1 + w where it is zero-centred), or None if it is not a diagonal map."""
+    """Measure the effective scale [d] of a norm (1 + w where it is zero-centred); None if it is not a diagonal map."""
     return diagonal(lambda x: functional_call(norm, weights, (x,)), d)
 
 
 def input_scale(router: nn.Module, weights: dict[str, Tensor], linear: str, d: int) -> Tensor | None:
-    """Diagonal map [d] from a router's input to the input of its linear layer `linear`."""
+    """Measure the diagonal map [d] from a router's input to the input of its linear layer `linear`."""
     seen: list[Tensor] = []
 
     def f(x: Tensor) -> Tensor:

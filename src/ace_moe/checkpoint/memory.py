@@ -37,7 +37,7 @@ class ModelSource:
         self.facts = Facts(config_of(model.config))
 
     def check(self, sites: Iterable[Site]) -> None:
-        """Experts whose numbers cannot be read, by name, before any work."""
+        """Refuse experts whose numbers cannot be read, by name, before any work."""
         for site in sites:
             module = self.model.get_submodule(site.path)
             name = type(module).__name__
@@ -50,68 +50,65 @@ class ModelSource:
             for name in self.tensors.keys() & site.parameter_names().keys():  # adapters hide some under other names
                 self._stored(name)
 
-    def _missing(self, name: str) -> str:
-        """An adapter hides a weight under another name."""
-        module = name.rpartition(".")[0]
-        adapted = next((n for n in self.tensors if n.startswith(f"{module}.base_layer.")), None)
-        if adapted is None:
-            return f"The loaded model has no {name}. Load it with load_model(…, expand=True)."
-        return (
-            f"{module} has an adapter ({adapted}), which a plan of the plain model knows nothing of. Merge it "
-            "(`merge_and_unload`) and build a plan of the merged model, or leave routers and experts out of target_modules."
-        )
-
     def _stored(self, name: str) -> Stored:
         """The parameter with whatever lies beside it in its module."""
         tensor = self.tensors.get(name)
         if tensor is None:
-            raise CheckpointError(self._missing(name))
-        if type(tensor) not in (Tensor, nn.Parameter):
-            return self._subclass(name, tensor)
-        found = understand(self.modules[name.rpartition(".")[0]], self.facts).get(name)
-        if found is None or found.problem:
+            raise self._missing(name)
+        kind = type(tensor)
+        if kind in (Tensor, nn.Parameter):
+            stored = understand(self.modules[name.rpartition(".")[0]], self.facts).get(name)
+            if stored is None or stored.problem:
+                raise CheckpointError(
+                    f"{stored.problem if stored else name} in the loaded model. Its tables would be of codes, not of weights: "
+                    "load it with load_model(…, expand=True), or build the plan from the checkpoint."
+                )
+            return stored
+        if not kind.__module__.startswith("torchao"):
             raise CheckpointError(
-                f"{found.problem if found else name} in the loaded model. Its tables would be of codes, not of weights: load it "
-                "with load_model(…, expand=True), or build the plan from the checkpoint."
-            )
-        return found
-
-    def _subclass(self, name: str, tensor: Tensor) -> Stored:
-        """torchao's tensors say they are bf16 and are not; they can tell what they mean."""
-        if not type(tensor).__module__.startswith("torchao"):
-            raise CheckpointError(
-                f"{name} is a {type(tensor).__name__}, not a plain tensor, and what its numbers mean is not known. Load the "
+                f"{name} is a {kind.__name__}, not a plain tensor, and what its numbers mean is not known. Load the "
                 "model without it, or build the plan from the checkpoint."
             )
-        kind = f"torchao {type(tensor).__name__}"
-        return Stored(name, kind, (name,), lambda t: t.dequantize().float(), tensor.shape[0])
+        # torchao's tensors say they are bf16 and are not; they can tell what they mean
+        return Stored(name, f"torchao {kind.__name__}", (name,), lambda t: t.dequantize().float(), tensor.shape[0])
+
+    def _missing(self, name: str) -> CheckpointError:
+        """Say that a parameter is not there, or hidden by an adapter."""
+        module = name.rpartition(".")[0]
+        adapted = next((n for n in self.tensors if n.startswith(f"{module}.base_layer.")), None)
+        if adapted is None:
+            return CheckpointError(f"The loaded model has no {name}. Load it with load_model(…, expand=True).")
+        return CheckpointError(
+            f"{module} has an adapter ({adapted}), which a plan of the plain model knows nothing of. Merge it "
+            "(`merge_and_unload`) and build a plan of the merged model, or leave routers and experts out of target_modules."
+        )
 
     def formats(self, names: Iterable[str]) -> set[str]:
+        """What the named parameters are stored in."""
         return {self._stored(name).format for name in names}
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
-        return {name: self._read(self._stored(name)) for name in names}
-
-    def _read(self, stored: Stored) -> Tensor:
-        parts = {key: self._tensor(key) for key in stored.keys}
-        return stored.read(parts.__getitem__)
-
-    def _expert(self, stored: Stored, number: int, device: torch.device | str | None = None) -> Tensor:
-        parts = {key: self._tensor(key) for key in stored.keys}
-        return stored.expert(parts.__getitem__, number, device)
+        """The named parameters, whole: as they are where they are plain, else in fp32."""
+        tensors = {}
+        for name in names:
+            stored = self._stored(name)
+            parts = {key: self._tensor(key) for key in stored.keys}  # once, not for each expert: they may be parked
+            tensors[name] = stored.read(parts.__getitem__)
+        return tensors
 
     def stack(self, name: str) -> Tensor | Stack:
-        stored = self._stored(name)
+        """Experts' matrices [E, a, b]; packed ones are decoded when they are asked for."""
+        stored, tensor = self._stored(name), self.tensors[name]
         if stored.format == "plain":
             return self._tensor(name)
-        whole, device = self.tensors[name].shape, self.tensors[name].device
-        first = self._expert(stored, 0)
-        return Stack(partial(self._expert, stored), torch.Size((whole[0], *first.shape)), device)
+        read = partial(stored.expert, self._tensor)
+        return Stack(read, torch.Size((tensor.shape[0], *read(0).shape)), tensor.device)
 
     def _tensor(self, name: str) -> Tensor:
-        found = self.tensors[name].detach()
-        if not found.is_meta:
-            return found
+        """A parameter, or a copy of one that accelerate has parked elsewhere."""
+        tensor = self.tensors[name].detach()
+        if not tensor.is_meta:
+            return tensor
         from accelerate.utils import align_module_device
 
         path, _, leaf = name.rpartition(".")
@@ -124,7 +121,7 @@ class ModelSource:
         return nullcontext(self._rows)
 
     def _rows(self, name: str, expert: int, wanted: range) -> Tensor | None:
-        found = self.tensors.get(name)
-        if found is None or found.is_meta or found.dim() != 3:
+        tensor = self.tensors.get(name)
+        if tensor is None or tensor.is_meta or tensor.dim() != 3:
             return None
-        return self._expert(self._stored(name), expert)[list(wanted)]
+        return self._stored(name).expert(self._tensor, expert)[list(wanted)]

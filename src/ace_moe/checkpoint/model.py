@@ -33,16 +33,16 @@ WANTED_FILES = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]
 
 
 def resolve(model: str | Path) -> Path:
-    """A folder stays itself; anything else is a hub repository, downloaded without code and without pickles."""
+    """Find a model's folder; anything else is a hub repository, downloaded without code and without pickles."""
     if not isinstance(model, (str, os.PathLike)):
         raise CheckpointError(
             f"A model is a folder with config.json, owner/name or a loaded transformers model, not {type(model).__name__}."
         )
     path = expand(model)
     if os.path.isdir(path):  # unlike Path's, these take a name the file system refuses for one that is not there
-        if found := irregular(path):  # safetensors would wait on a pipe for ever, deaf to Ctrl-C
+        if odd := irregular(path):  # safetensors would wait on a pipe for ever, deaf to Ctrl-C
             raise CheckpointError(
-                f"{path} holds {found[0]}, which is neither a file nor a folder (a pipe or a device). Remove it, or download "
+                f"{path} holds {odd[0]}, which is neither a file nor a folder (a pipe or a device). Remove it, or download "
                 "the checkpoint again."
             )
         return path
@@ -56,7 +56,7 @@ def resolve(model: str | Path) -> Path:
     except Exception as error:
         offline = "HF_HUB_OFFLINE is set: nothing is fetched while it is. " if constants.HF_HUB_OFFLINE else ""
         raise CheckpointError(
-            f"{model} is no folder here and could not be fetched from the hub ({type(error).__name__}). {offline}"
+            f"{model} is not a folder here and could not be fetched from the hub ({type(error).__name__}). {offline}"
             "Check the name and the network, log in for gated models, or give the path of a downloaded folder."
         ) from error
 
@@ -87,7 +87,7 @@ class MoEModel:
 
     @classmethod
     def open(cls, model: str | Path | PreTrainedModel | MoEModel) -> MoEModel:
-        """A checkpoint, of which nothing but its configuration and its file headers is read yet; or a model in memory."""
+        """Open a checkpoint, reading no more than its configuration and file headers, or a model in memory."""
         if isinstance(model, MoEModel):
             return model
         if isinstance(model, PreTrainedModel):
@@ -98,11 +98,11 @@ class MoEModel:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> MoEModel:
-        """A model in memory."""
+        """Open a model in memory."""
         name = called(model.config._name_or_path or type(model).__name__)
-        made = cls(name, hollow_twin(model.config, type(model)), ModelSource(model))
-        made.sites = [_as_it_is(site, model) for site in made.sites]
-        return made
+        moe = cls(name, hollow_twin(model.config, type(model)), ModelSource(model))
+        moe.sites = [_with_slots_of(model, site) for site in moe.sites]
+        return moe
 
     @property
     def missing_head(self) -> str | None:
@@ -111,8 +111,8 @@ class MoEModel:
         if head is None or getattr(self.twin.config.get_text_config(), "tie_word_embeddings", False):
             return None
         names = [name for name, module in self.twin.named_modules() if module is head]
-        found = getattr(self.source, "recipes", None)
-        return None if found is None or f"{names[0]}.weight" in found else f"{names[0]}.weight"
+        on_disk = getattr(self.source, "recipes", None)
+        return None if on_disk is None or f"{names[0]}.weight" in on_disk else f"{names[0]}.weight"
 
     def layers(self) -> Iterator[MoELayer]:
         """Each MoE layer in turn. The caller drops a layer before it takes the next."""
@@ -120,7 +120,7 @@ class MoEModel:
             yield self.layer(site)
 
     def layer(self, site: Site) -> MoELayer:
-        """Norm and router are read; experts are read when they are asked for, a few at a time."""
+        """Read norm and router; experts are read when they are asked for, a few at a time."""
         names, stacks = site.parameter_names(), site.stacks()
         read = self.source.read([name for name in names if name not in stacks])
         for name, tensor in read.items():  # the tables notice bad experts; a bad norm would look like no norm
@@ -137,11 +137,11 @@ class MoEModel:
         return {site.key: site.describe() for site in self.sites}
 
     def content(self) -> str:
-        """sha256 over all router rows as bf16: the short name of these weights."""
+        """Hash all router rows as bf16: the short name of these weights."""
         return identity.routers(self.sites, self.source).exact
 
     def fingerprint(self) -> Fingerprint:
-        """Reads router rows and a few rows of the experts, nothing else."""
+        """Read router rows and a few rows of the experts, nothing else."""
         routers = identity.routers(self.sites, self.source)
         return Fingerprint(self.structure(), routers, identity.experts(self.sites, self.source))
 
@@ -151,12 +151,12 @@ class MoEModel:
 
 
 def how_it_runs(moe: MoEModel) -> str:
-    """What transformers makes of a checkpoint's experts, in words."""
-    found = {name for names in moe.formats().values() for name in names}
-    if found == {"plain"}:
+    """Say what transformers makes of a checkpoint's experts."""
+    formats = {name for names in moe.formats().values() for name in names}
+    if formats == {"plain"}:
         return "as it is"
     method = moe.source.facts.method if isinstance(moe.source, CheckpointSource) else ""
-    if found <= LOADED.get(method, set()) | {"plain"}:
+    if formats <= LOADED.get(method, set()) | {"plain"}:
         return (
             "transformers loads this format, and what it loads is checked; --expand decodes it without other libraries"
         )
@@ -164,10 +164,9 @@ def how_it_runs(moe: MoEModel) -> str:
 
 
 def check_sizes(fingerprint: Fingerprint) -> None:
-    """Experts whose numbers are no weights: some loaders drop the factors of a format without a word."""
-    found = outliers(fingerprint)
-    if found:
-        key, size = next(iter(found.items()))
+    """Refuse experts whose numbers are not weights: some loaders drop the factors of a format without a word."""
+    if large := outliers(fingerprint):
+        key, size = next(iter(large.items()))
         raise CheckpointError(
             f"Layer {key}: its experts have an rms of {size:.3g}, where weights have less than 1. Factors of a quantised "
             "format were lost when the model was loaded. Load it with load_model(…, expand=True), or build the plan from the "
@@ -190,8 +189,8 @@ def called(model: str | Path) -> str:
     return parts[-1] if parts else str(model)
 
 
-def _as_it_is(site: Site, model: PreTrainedModel) -> Site:
-    """The site with the slots a token really has: a router may have been changed since its model was built."""
+def _with_slots_of(model: PreTrainedModel, site: Site) -> Site:
+    """The site with the slots a token has in this model: its router may have been changed since it was built."""
     if site.router_path is None:
         return site
     built, here = vars(site.router), vars(model.get_submodule(site.router_path))

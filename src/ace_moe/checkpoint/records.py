@@ -93,6 +93,7 @@ class MoELayer:
         return (w_in.mT, w_out.mT) if self.transposed else (w_in, w_out)
 
     def projections(self, chunk: slice) -> Projections:
+        """The chunk's projections, whatever their layout."""
         w_in, w_out = self._oriented(chunk)
         if not self.gated:
             return Projections(None, w_in, w_out)
@@ -102,7 +103,7 @@ class MoELayer:
         return Projections(gate, up, w_out)
 
     def respond(self, x: Tensor, chunk: slice) -> Tensor:
-        """Each expert of the chunk on its row: x [C, d] → [C, d], the expert's complete forward in fp32."""
+        """Run each expert of the chunk on its row: x [C, d] → [C, d], the expert's complete forward in fp32."""
         w_in, w_out = self._oriented(chunk)
         z = torch.bmm(w_in, x.unsqueeze(-1)).squeeze(-1)
         z = z if self.b_in is None else z + self.b_in[chunk].float()

@@ -45,7 +45,7 @@ def _slice(handle: safe_open, key: str, path: Path) -> Any:
 
 
 def stacked_rows(parts: Sequence[Part], shape: tuple[int, ...], wanted: range) -> Tensor | None:
-    """Rows of a matrix [a, b] whose parts lie above each other; None if they do not make up such a matrix."""
+    """Read rows of a matrix [a, b] whose parts lie above each other; None if they do not make up such a matrix."""
     sizes = [size[len(index) :] for _, size, index in parts]
     if any(len(size) != 2 or size[1] != shape[1] for size in sizes) or sum(a for a, *_ in sizes) != shape[0]:
         return None
@@ -59,7 +59,7 @@ def stacked_rows(parts: Sequence[Part], shape: tuple[int, ...], wanted: range) -
 
 
 def read_headers(files: Mapping[str, Path]) -> tuple[dict[str, Header], dict[str, str]]:
-    """Every tensor's dtype and shape, and what files say of themselves. No tensor is read."""
+    """Read every tensor's dtype and shape, and what files say of themselves; no tensor is read."""
     headers, metadata = {}, dict[str, str]()
     by_file: dict[Path, list[str]] = {}
     for key, path in files.items():

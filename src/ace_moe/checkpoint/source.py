@@ -52,6 +52,7 @@ class CheckpointSource:
         self.recipes = self._match([m for m in mapping if isinstance(m, core.WeightRenaming)])
 
     def _match(self, renamings: list[core.WeightRenaming]) -> dict[str, Recipe]:
+        """Sort tensors on disk by the parameter they make, as transformers' loader does."""
         model, wanted = self.twin, self.twin.state_dict()
         converters = list({id(c): c for c in self.converters.values()}.values())
         recipes: dict[str, Recipe] = defaultdict(list)
@@ -66,17 +67,18 @@ class CheckpointSource:
     # ---- what can be read -------------------------------------------------------------------------------------------
 
     def check(self, sites: Sequence[Site]) -> None:
-        """Tensors of the MoE layers whose numbers mean nothing known, by name, before any work."""
+        """Refuse tensors of the MoE layers whose numbers mean nothing known, by name, before any work."""
         self._check_names(name for site in sites for name in site.parameter_names())
         self._check_config(sites)
 
     def check_all(self) -> None:
-        """The same for the whole model; whole numbers may be stored as such."""
+        """Check the whole model in the same way; whole numbers may be stored as such."""
         self._check_names(name for name, t in self.twin.state_dict().items() if t.is_floating_point())
 
     def _check_names(self, names: Iterable[str]) -> None:
+        """Refuse parameters that no format explains, or beside which lies a tensor that no format explains."""
         used = {key for recipe in self.recipes.values() for key, _ in recipe}
-        loose = {path: [n for n in found if n not in used] for path, found in strays(self.stored).items()}
+        loose = {path: [n for n in beside if n not in used] for path, beside in strays(self.stored).items()}
         for key in (key for name in names for key, _ in self.recipes.get(name, ())):
             problem, beside = self.stored[key].problem, loose.get(key, []) + loose.get(key.rpartition(".")[0], [])
             if beside and not problem:
@@ -88,7 +90,7 @@ class CheckpointSource:
                 )
 
     def _check_config(self, sites: Sequence[Site]) -> None:
-        """Numbers are read as they are stored, whatever config.json says; where it says otherwise, so do we."""
+        """Say where config.json disagrees with how numbers are stored; they are read as they are stored."""
         config = self.facts.config
         if not config or config.get("dequantize") or self.formats(n for s in sites for n in s.stacks()) != {"plain"}:
             return
@@ -110,24 +112,25 @@ class CheckpointSource:
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
         """The named parameters; a name that the checkpoint lacks is an error."""
-        out: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         with Shards(self.files) as shards:
             for name in names:
-                if name not in out:
-                    out |= self._build(name, lambda key: self.stored[key].read(shards.slice))
-                self._check_shape(name, out[name].shape)
-        return out
+                if name not in tensors:
+                    tensors |= self._build(name, lambda key: self.stored[key].read(shards.slice))
+                self._check_shape(name, tensors[name].shape)
+        return tensors
 
-    def _check_shape(self, name: str, found: torch.Size) -> None:
-        """One expert that is missing on disk shows here: the merge is one short."""
+    def _check_shape(self, name: str, shape: torch.Size) -> None:
+        """Refuse another shape than the model's. An expert that is missing on disk shows here: the merge is one short."""
         wanted = self.shapes[name]
-        if found != wanted:
+        if shape != wanted:
             raise CheckpointError(
-                f"{self.folder}: {name} has shape {list(found)} in the files, {list(wanted)} by config.json. Tensors "
+                f"{self.folder}: {name} has shape {list(shape)} in the files, {list(wanted)} by config.json. Tensors "
                 "are missing or the configuration is of another model; download the folder again."
             )
 
     def _build(self, name: str, get: Callable[[str], Tensor]) -> dict[str, Tensor]:
+        """Make a parameter, and those that come out of the same conversion."""
         recipe = self.recipes.get(name) or self._sibling(name)
         if recipe[0][1] is None:
             return {name: get(recipe[0][0])}
@@ -135,19 +138,19 @@ class CheckpointSource:
         for key, pattern in recipe:
             converter.add_tensor(name, key, pattern, lambda key=key: get(key))
         try:
-            made = converter.convert(name, model=self.twin, config=self.twin.config)
+            tensors = converter.convert(name, model=self.twin, config=self.twin.config)
         except (RuntimeError, ValueError, IndexError, TypeError) as error:  # tensors that do not fit together
             raise CheckpointError(
                 f"{self.folder}: the tensors of {name} do not fit together ({brief(error)}). The files are damaged or of another "
                 "model; download the folder again."
             ) from error
-        made = {k: v[0] if isinstance(v, list) else v for k, v in made.items()}
-        if name not in made:
+        tensors = {k: v[0] if isinstance(v, list) else v for k, v in tensors.items()}
+        if name not in tensors:
             raise self._missing(name)
-        return made
+        return tensors
 
     def _sibling(self, name: str) -> Recipe:
-        """A one-to-many conversion is filed under its first target only: find the recipe that also makes `name`."""
+        """Find the recipe that also makes `name`: a one-to-many conversion is filed under its first target only."""
         stem = name.rpartition(".")[0]
         for other, recipe in self.recipes.items():
             pattern = recipe[0][1]
@@ -181,7 +184,7 @@ class CheckpointSource:
         expert: int,
         device: torch.device | None = None,
     ) -> Tensor:
-        """[a, b] in the model's layout; a fused matrix may lie turned on disk."""
+        """Read one expert's matrix [a, b] in the model's layout; a fused one may lie turned on disk."""
         get, stored = shards.slice, [self.stored[key] for key in keys_of(expert)]
         parts = [s.read(get, device) if s.experts is None else s.expert(get, expert, device) for s in stored]
         matrix = torch.cat(parts) if len(parts) > 1 else parts[0]
@@ -191,8 +194,7 @@ class CheckpointSource:
         return matrix
 
     def _places(self, name: str) -> tuple[Keys, bool] | None:
-        """Where the matrices of each expert are, and whether they lie turned; None where transformers does more than
-        laying them over each other."""
+        """Find the matrices of each expert, and if they lie turned; None where transformers does more than stack them."""
         recipe = self.recipes.get(name) or self._sibling(name)
         key, pattern = recipe[0]
         converter = None if pattern is None else self.converters[pattern]
@@ -215,6 +217,7 @@ class CheckpointSource:
             yield partial(self._rows, shards)
 
     def _rows(self, shards: Shards, name: str, expert: int, wanted: range) -> Tensor | None:
+        """Read rows [rows, b] of one expert's matrix; where it is packed, all of it is decoded."""
         places = self._places(name) if self.recipes.get(name) else None
         if places is None:
             return None
@@ -228,7 +231,7 @@ class CheckpointSource:
 
 
 def locate(folder: Path) -> dict[str, Path]:
-    """Tensor name → file that holds it, for a single file or a sharded checkpoint."""
+    """Map each tensor's name to the file that holds it, for a single file or a sharded checkpoint."""
     index = folder / "model.safetensors.index.json"
     if index.exists():
         return _from_index(folder, index)
@@ -238,18 +241,19 @@ def locate(folder: Path) -> dict[str, Path]:
             f"{folder} holds no .safetensors file. ACE reads safetensors checkpoints; convert others with "
             "`model.save_pretrained(folder)`, which never needs pickle again."
         )
-    found: dict[str, Path] = {}
+    files: dict[str, Path] = {}
     for shard in shards:
         with open_shard(shard) as handle:
-            found |= dict.fromkeys(handle.keys(), shard)
-    return found
+            files |= dict.fromkeys(handle.keys(), shard)
+    return files
 
 
 def _from_index(folder: Path, index: Path) -> dict[str, Path]:
+    """Read an index, and refuse one that leads out of its folder or names files that are not there."""
     try:
         entries: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         shards = {file: folder / file for file in set(entries.values())}
-        outside = sorted(file for file in shards if _leaves(file))
+        outside = sorted(f for f in shards if os.path.isabs(f) or os.path.normpath(f).split(os.sep)[0] == os.pardir)
         missing = sorted(file for file, path in shards.items() if not path.is_file())
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(
@@ -266,8 +270,3 @@ def _from_index(folder: Path, index: Path) -> dict[str, Path]:
             f"{' …' if len(missing) > 3 else ''}. Finish the download, then run the command again."
         )
     return {key: shards[file] for key, file in entries.items()}
-
-
-def _leaves(file: str) -> bool:
-    """Whether a shard's name leads out of the folder its index lies in."""
-    return os.path.isabs(file) or os.path.normpath(file).split(os.sep)[0] == os.pardir

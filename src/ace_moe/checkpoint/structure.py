@@ -10,10 +10,10 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from types import ModuleType
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -56,27 +56,29 @@ class Site:
         return [f"{self.path}.{n}" for n, p in self.experts.named_parameters() if p.dim() == 3]
 
     def describe(self) -> dict[str, Any]:
-        """This layer's part of a fingerprint: experts, k, d, m, router kind."""
+        """Describe this layer for a fingerprint: experts, k, d, m, router kind."""
         w_out = getattr(self.experts, "down_proj", None)
         shape = tuple(w_out.shape) if isinstance(w_out, Tensor) and is_registered(self.experts) else ()
         hidden, middle = shape[1:] if len(shape) == 3 else (0, 0)
         if shape and self.experts.is_transposed:
             hidden, middle = middle, hidden
         shapes = [] if self.router is None else [tuple(p.shape) for _, p in sorted(self.router.named_parameters())]
-        kind = f"{self.router_input}:" + ",".join("x".join(map(str, s)) for s in shapes)
         return {
-            **{"experts": self.num_experts, "top_k": self.top_k, "hidden": hidden, "intermediate": middle},
-            "router": kind,
+            "experts": self.num_experts,
+            "top_k": self.top_k,
+            "hidden": hidden,
+            "intermediate": middle,
+            "router": f"{self.router_input}:{','.join('x'.join(map(str, shape)) for shape in shapes)}",
         }
 
 
 def is_registered(module: nn.Module) -> bool:
-    """Whether transformers' experts registry serves this module (its decorator leaves these marks)."""
+    """True if transformers' experts registry serves this module (its decorator leaves these marks)."""
     return all(hasattr(module, mark) for mark in ("has_gate", "is_transposed", "num_experts", "config"))
 
 
 def takes_routing(module: nn.Module) -> bool:
-    """Whether the module is called as experts(hidden [T, d], ids [T, k], gates [T, k])."""
+    """True if the module is called as experts(hidden [T, d], ids [T, k], gates [T, k])."""
     if not isinstance(getattr(module, "num_experts", None), int):
         return False
     names = list(inspect.signature(inspect.unwrap(type(module).forward)).parameters)[1:4]
@@ -92,10 +94,13 @@ def experts_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def model_class(config: PretrainedConfig) -> type[PreTrainedModel]:
     """The class the checkpoint names; without one, the causal language model of its type."""
+    homes = [transformers]
+    with suppress(ImportError):
+        homes.append(import_module(type(config).__module__.replace(".configuration_", ".modeling_")))
     for name in config.architectures or ():
-        found = getattr(transformers, name, None) or getattr(_modeling_module(config), name, None)
-        if found is not None:
-            return found
+        for home in homes:
+            if hasattr(home, name):
+                return getattr(home, name)
     try:
         return transformers.AutoModelForCausalLM._model_mapping[type(config)]
     except KeyError:
@@ -103,14 +108,6 @@ def model_class(config: PretrainedConfig) -> type[PreTrainedModel]:
             f"transformers {transformers.__version__} has no class for {config.architectures or config.model_type!r}. "
             "Install a release that knows this architecture; code from the checkpoint itself is not run."
         ) from None
-
-
-def _modeling_module(config: PretrainedConfig) -> ModuleType | None:
-    name = type(config).__module__.replace(".configuration_", ".modeling_")
-    try:
-        return __import__(name, fromlist=["x"])
-    except ImportError:
-        return None
 
 
 def hollow_twin(config: PretrainedConfig, cls: type[PreTrainedModel] | None = None) -> PreTrainedModel:
@@ -138,7 +135,7 @@ def hollow_twin(config: PretrainedConfig, cls: type[PreTrainedModel] | None = No
 
 
 def _hollow(tensor: Tensor) -> Tensor:
-    """Floating tensors all have one type: heads that a model keeps in another one would not fit the rest."""
+    """Make a tensor of this shape that takes no memory. Floating ones all have one type: heads kept in another would not fit."""
     dtype = torch.float32 if tensor.is_floating_point() else tensor.dtype
     return torch.zeros((), dtype=dtype).expand(tensor.shape)
 
@@ -153,6 +150,7 @@ class _Trace:
     alive: list[Tensor] = field(default_factory=list)  # a freed storage could be reused under the same number
 
     def storage(self, tensor: Tensor) -> int:
+        """Number a tensor's storage, and keep it."""
         self.alive.append(tensor)
         return tensor.untyped_storage()._cdata
 
@@ -167,7 +165,7 @@ class _Trace:
                 self.produced.setdefault(self.storage(tensor), []).append(path)
 
     def record(self, path: str, hidden: Tensor, ids: Tensor, gates: Tensor, *rest: Any) -> Tensor:
-        """In place of the experts."""
+        """Stand in for the experts."""
         self.calls.setdefault(path, (hidden, ids))
         return torch.empty_like(hidden)
 
@@ -177,20 +175,13 @@ def find_sites(twin: PreTrainedModel) -> tuple[list[Site], list[str]]:
 
     A layer goes by its decoder layer's number, or by its whole path where two experts modules would share a number.
     """
-    trace, experts = _Trace(), dict(experts_modules(twin))
+    experts = dict(experts_modules(twin))
     if not experts:
         raise StructureError(
             f"{type(twin).__name__} has no routed experts that transformers calls with (hidden, ids, gates). "
             "ACE skips routed experts of Mixture-of-Experts models; a dense model has nothing to skip."
         )
-    with ExitStack() as stack:
-        for path, module in twin.named_modules():
-            stack.enter_context(module.register_forward_pre_hook(partial(trace.enter, path), with_kwargs=True))
-            stack.enter_context(module.register_forward_hook(partial(trace.leave, path)))
-        for path, module in experts.items():
-            module.forward = partial(trace.record, path)
-            stack.callback(delattr, module, "forward")
-        _text_pass(twin)
+    trace = _text_pass(twin, experts)
     numbers = [re.search(r"(?:^|\.)(\d+)\.", path) for path in trace.calls]
     keys = [str(int(n.group(1))) if n else path for n, path in zip(numbers, trace.calls, strict=True)]
     sites = [
@@ -200,12 +191,21 @@ def find_sites(twin: PreTrainedModel) -> tuple[list[Site], list[str]]:
     return sites, [path for path in experts if path not in trace.calls]
 
 
-def _text_pass(twin: PreTrainedModel) -> None:
-    with torch.no_grad():
-        ids = torch.ones(1, 2, dtype=torch.long)
-        inputs = {"input_ids": ids}
-        if getattr(twin.config, "is_encoder_decoder", False):
-            inputs["decoder_input_ids"] = ids
+def _text_pass(twin: PreTrainedModel, experts: dict[str, nn.Module]) -> _Trace:
+    """Run two tokens of text, with a recorder in place of the experts, and note who makes and takes which tensor."""
+    trace = _Trace()
+    ids = torch.ones(1, 2, dtype=torch.long)
+    inputs = {"input_ids": ids}
+    if getattr(twin.config, "is_encoder_decoder", False):
+        inputs["decoder_input_ids"] = ids
+    with ExitStack() as stack:
+        stack.enter_context(torch.no_grad())
+        for path, module in twin.named_modules():
+            stack.enter_context(module.register_forward_pre_hook(partial(trace.enter, path), with_kwargs=True))
+            stack.enter_context(module.register_forward_hook(partial(trace.leave, path)))
+        for path, module in experts.items():
+            module.forward = partial(trace.record, path)
+            stack.callback(delattr, module, "forward")
         try:
             twin(**inputs, use_cache=False)
         except Exception as error:  # any modelling code may run here
@@ -213,9 +213,11 @@ def _text_pass(twin: PreTrainedModel) -> None:
                 f"{type(twin).__name__} could not be traced with a text input ({type(error).__name__}: {brief(error)}). "
                 "Please report the model; its structure cannot be read."
             ) from error
+    return trace
 
 
 def _site(model: nn.Module, key: str, path: str, experts: nn.Module, trace: _Trace) -> Site:
+    """Build a site from what the pass noted of it."""
     hidden, ids = trace.calls[path]
     source = trace.storage(hidden)
     norm_path = next(iter(trace.produced.get(source, ())), None)
@@ -237,7 +239,7 @@ def _site(model: nn.Module, key: str, path: str, experts: nn.Module, trace: _Tra
 
 
 def _router_path(model: nn.Module, path: str, experts: nn.Module, trace: _Trace) -> str | None:
-    """The module that gave the ids; else the one linear layer from the experts' input to one number per expert."""
+    """Find the module that gave the ids; else the one linear layer from the experts' input to one number per expert."""
     hidden, ids = trace.calls[path]
     makers = trace.produced.get(trace.storage(ids))
     if makers:

@@ -38,8 +38,7 @@ def mapped_plan(
     from ..mapping import TextSource, ensure, missing
     from ..plan import Plan, labels, update
     from ..provenance import provenance
-    from ..tables.build import add_tables, automatic_plan, automatic_plan_path
-    from ..tables.check import check_tables
+    from ..tables.build import add_tables, automatic_plan, automatic_plan_path, check_tables
     from ..text import Text
 
     if path is None:

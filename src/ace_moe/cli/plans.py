@@ -69,7 +69,7 @@ def plan(
     from ..plan import update
     from ..policies import choose, is_ours, policy_for
     from ..provenance import provenance
-    from ..tables.check import check_tables
+    from ..tables.build import check_tables
 
     choose(**deciding.given)  # reading a large checkpoint takes long: what would be refused after it is refused first
     parse_budgets(budgets)

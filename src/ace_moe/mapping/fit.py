@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..errors import BudgetError, no_numbers, out_of_reach
 from ..plan import Curve, Workload
-from ..plan.curves import shaping
+from ..plan.lookup import shaping
 from ..policies import Policy
 
 BINS = 1 << 20  # a power of two: scaling a float by it is exact, so "bin < b" and "contribution < b / BINS" agree

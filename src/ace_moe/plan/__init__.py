@@ -1,9 +1,8 @@
 """The plan: tables, thresholds, settings and model fingerprint in one safetensors file."""
 
-from .curves import Curve
 from .entries import OWN, Phase, Threshold, Workload, labels, pick, typed
 from .fingerprint import Fingerprint, Routers, Sample, structure_difference
-from .lookup import Answer, Lookup
+from .lookup import Answer, Curve, Lookup
 from .record import Plan, missing_table
 from .update import update
 

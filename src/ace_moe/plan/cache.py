@@ -29,12 +29,13 @@ def hub_folder() -> Path:
 
 
 def kept() -> list[Kept]:
-    """Those made here first, each group by name."""
+    """List the plans in the cache: those made here first, each group by name."""
     here = [Kept(p.stem, p, p.stat().st_size, p.stat().st_mtime) for p in sorted(cache_folder().glob("*.safetensors"))]
     return here + sorted(_fetched(), key=lambda k: k.label)
 
 
 def _fetched() -> list[Kept]:
+    """List the plans that were fetched from the hub."""
     from huggingface_hub import scan_cache_dir
     from huggingface_hub.errors import CacheNotFound
 
@@ -52,7 +53,7 @@ def _fetched() -> list[Kept]:
 
 
 def clear(name: str | None = None) -> list[Kept]:
-    """Delete the plans that a name means, or all; returns them."""
+    """Delete the plans that a name means, or all; return them."""
     from huggingface_hub import scan_cache_dir
 
     meant = [k for k in kept() if name in (None, k.name, k.label)]
@@ -68,7 +69,7 @@ def clear(name: str | None = None) -> list[Kept]:
 
 
 def check_own(path: Path) -> None:
-    """A fetched plan stays as it was published: what is written into a plan goes into a copy."""
+    """Refuse to write into a fetched plan, which stays as it was published."""
     folder = hub_folder().absolute()
     if folder in path.absolute().parents:
         name = path.absolute().relative_to(folder).parts[0].removeprefix("models--").replace("--", "/")

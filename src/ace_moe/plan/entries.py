@@ -19,8 +19,14 @@ WORKLOAD = record({"name": text, "sha256": text, "tokens": number(0, whole=True)
 SETTINGS = {"policy": text, "params": thing, "min_active": number(0, whole=True), "min_mass": number(0, 1)}
 THRESHOLD = record(
     {
-        **{**SETTINGS, "gain": text, "workload": WORKLOAD, "threshold": number(0, MOST_TAU)},
-        **{"budget": number(0, 1), "realised": number(0, 1), "corrected": flag, "passes": number(0, whole=True)},
+        **SETTINGS,
+        "gain": text,
+        "workload": WORKLOAD,
+        "threshold": number(0, MOST_TAU),
+        "budget": number(0, 1),
+        "realised": number(0, 1),
+        "corrected": flag,
+        "passes": number(0, whole=True),
     },
     {"phase": choice(*get_args(Phase)), "factor": maybe(text), "fidelity": maybe(thing)},
     closed=True,
@@ -37,7 +43,7 @@ class Workload:
 
     @property
     def own(self) -> bool:
-        """Whether the model wrote it."""
+        """True if the model wrote it."""
         return self.name == OWN
 
 
@@ -62,31 +68,32 @@ class Threshold:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What must be the same for this τ to hold."""
+        """The settings under which this τ holds."""
         return {n: getattr(self, n) for n in ("policy", "params", "gain", "min_active", "min_mass", "factor")}
 
     def fits(self, settings: Mapping[str, Any]) -> bool:
+        """True if this τ holds under these settings."""
         return compared(self.settings) == compared(settings)
 
     @classmethod
     def from_json(cls, entry: Mapping[str, Any]) -> Threshold:
-        """From metadata that is checked (`THRESHOLD`)."""
+        """Build a threshold from metadata that passed `THRESHOLD`."""
         return cls(**{**entry, "workload": Workload(**entry["workload"])})
 
 
 def typed(policy: str, settings: Mapping[str, Any]) -> str:
-    """A policy with settings as a command takes it: ace, share:squared=true."""
+    """Write a policy with settings as a command takes it: ace, share:squared=true."""
     return ":".join([policy, *(f"{k}={v if isinstance(v, str) else json.dumps(v)}" for k, v in settings.items())])
 
 
 def compared(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings as entries are found by: what says nothing, no factor and denominator 0, is as if left out."""
+    """Settings as entries are looked up by: no factor and denominator 0 say nothing and are left out."""
     rest = {name: value for name, value in settings.items() if (name, value) != ("factor", None)}
     return {**rest, "params": without_denominator(settings["params"])}
 
 
 def without_denominator(params: Mapping[str, Any]) -> dict[str, Any]:
-    """Parameters of a policy without the `"denominator": 0` that schema 1 has for "fixed"; it says nothing."""
+    """Leave out the `"denominator": 0` that schema 1 has for "fixed"."""
     return {name: value for name, value in params.items() if (name, value) != ("denominator", 0)}
 
 
@@ -94,26 +101,24 @@ def without_denominator(params: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def distinct(workloads: Iterable[Workload]) -> list[Workload]:
-    """Each text once, in the order of its first use."""
+    """Each text once, in the order of first use."""
     return list({w.sha256: w for w in reversed(list(workloads))}.values())[::-1]
 
 
 def labels(workloads: Sequence[Workload]) -> dict[str, str]:
     """sha256 → name, or name#ab12 where another text has that name too."""
-    return {w.sha256: _label(w, [o for o in workloads if o.name == w.name and o.sha256 != w.sha256]) for w in workloads}
-
-
-def _label(workload: Workload, namesakes: Sequence[Workload]) -> str:
-    if not namesakes:
-        return workload.name
-    length = SHOWN
-    while any(other.sha256[:length] == workload.sha256[:length] for other in namesakes) and length < 64:
-        length += 1
-    return f"{workload.name}#{workload.sha256[:length]}"
+    shown = {}
+    for workload in workloads:
+        name, digest, length = workload.name, workload.sha256, SHOWN
+        namesakes = [other.sha256 for other in workloads if other.name == name and other.sha256 != digest]
+        while any(other[:length] == digest[:length] for other in namesakes) and length < 64:
+            length += 1
+        shown[digest] = f"{name}#{digest[:length]}" if namesakes else name
+    return shown
 
 
 def pick(workloads: Sequence[Workload], wanted: str) -> Workload:
-    """The text that is meant by a name, or by name#ab12."""
+    """Find a text by its name, or by name#ab12."""
     name, mark, digest = str(wanted).rpartition("#")
     meant = [w for w in workloads if w.name == wanted]
     if not meant and mark:

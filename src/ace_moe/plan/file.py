@@ -19,10 +19,9 @@ from torch import Tensor
 
 from ..errors import BUILD, PlanError, brief
 from ..schema import items, maybe, record, text, thing, values
-from .curves import CURVE, Curve
 from .entries import THRESHOLD, Threshold
 from .fingerprint import Fingerprint
-from .lookup import workloads_of
+from .lookup import CURVE, Curve, workloads_of
 from .shapes import (
     AGAIN,
     DECLARED,
@@ -39,12 +38,20 @@ from .shapes import (
 SCHEMA, READS = 3, (1, 2, 3)
 METADATA = record(
     {
-        **{"model": text, "fingerprint": thing, "undefined": values(text), "other_weights": items(text)},
+        "model": text,
+        "fingerprint": thing,
+        "undefined": values(text),
+        "other_weights": items(text),
         "thresholds": items(THRESHOLD),
     },
     {
-        **{"calibrations": thing, "shapes": DECLARED, "guarded": values(items(text)), "curves": items(CURVE)},
-        **{"recommendation": maybe(record({"settings": thing})), "default_workload": maybe(text), "made": items(thing)},
+        "calibrations": thing,
+        "shapes": DECLARED,
+        "guarded": values(items(text)),
+        "curves": items(CURVE),
+        "recommendation": maybe(record({"settings": thing})),
+        "default_workload": maybe(text),
+        "made": items(thing),
     },
     closed=True,
 )
@@ -62,7 +69,7 @@ NO_PLAN = f"It is truncated or not a plan; remove it and build it again with {BU
 
 
 def serialise(tables: Tables, points: Mapping[str, Tensor], ace: Mapping[str, Any]) -> bytes:
-    """The file as bytes, with its checksum."""
+    """Build the file as bytes, with its checksum."""
     tensors = {f"layers.{key}.{name}": table for key, layer in tables.items() for name, table in layer.items()}
     blobs = {n: t.detach().float().cpu().contiguous() for n, t in sorted({**tensors, **points}.items())}
     header: dict[str, Any] = {"__metadata__": {"ace": json.dumps({"schema": SCHEMA, "checksum": BLANK, **ace})}}
@@ -76,7 +83,7 @@ def serialise(tables: Tables, points: Mapping[str, Tensor], ace: Mapping[str, An
 
 
 def seal(data: bytes) -> bytes:
-    """The file with the checksum of all its other bytes in place."""
+    """Put the checksum of all other bytes into its place."""
     front, back = data[:START], data[START + len(BLANK) :]
     return front + hashlib.sha256(front + BLANK.encode() + back).hexdigest().encode() + back
 
@@ -85,7 +92,7 @@ def seal(data: bytes) -> bytes:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """All fields of a `Plan`, checked; a file that is wrong in any way is refused with the reason."""
+    """Read and check all fields of a `Plan`; a file that is wrong in any way is refused with the reason."""
     if not os.path.isfile(path):
         raise PlanError(f"There is no plan at {path}. Make one with `ace plan MODEL -o {path.name}`.")
     try:
@@ -101,7 +108,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def is_plan(path: Path) -> bool | None:
-    """Whether a safetensors file is a plan, by its header alone; None if it is not a safetensors file."""
+    """Tell by its header alone if a safetensors file is a plan; None if it is not a safetensors file."""
     try:
         _check_size(path)
         with _open(path) as handle:
@@ -118,7 +125,7 @@ def _open(path: Path) -> safe_open:
 
 
 def _check_size(path: Path) -> None:
-    """A safetensors file begins with the length of its header, metadata included; parsing one takes a few times that."""
+    """Refuse a header too large to parse: the file begins with its length, and parsing takes a few times that."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
     if length > MOST_BYTES:
@@ -128,7 +135,7 @@ def _check_size(path: Path) -> None:
 
 
 def _check_bytes(path: Path) -> bool:
-    """Whether the file has a checksum, which is then right."""
+    """Check the checksum; False for a file that has none."""
     _check_size(path)
     with path.open("rb") as file:
         front, stored = file.read(START), file.read(len(BLANK))
@@ -143,16 +150,14 @@ def _check_bytes(path: Path) -> bool:
 
 
 def _fields(handle: safe_open, sealed: bool) -> dict[str, Any]:
+    """Check the metadata against itself and against the tensors, from the outside in."""
     ace = _metadata(handle, sealed)
     METADATA(ace, "metadata")
-    fingerprint, listed, guarded = (
-        Fingerprint.from_json(ace["fingerprint"]),
-        ace.get("curves", []),
-        ace.get("guarded", {}),
-    )
-    lines = {name for name in handle.keys() if re.fullmatch(r"curves\.\d+", name)}  # noqa: SIM118
-    _check_curves(handle, lines, [facts["tensor"] for facts in listed])
-    tables = _tables(handle, set(handle.keys()) - lines, fingerprint.structure, ace.get("shapes", {}))
+    fingerprint = Fingerprint.from_json(ace["fingerprint"])
+    listed, guarded, shapes = ace.get("curves", []), ace.get("guarded", {}), ace.get("shapes", {})
+    points = {name for name in handle.keys() if re.fullmatch(r"curves\.\d+", name)}  # noqa: SIM118
+    _check_curves(handle, points, [facts["tensor"] for facts in listed])
+    tables = _tables(handle, set(handle.keys()) - points, fingerprint.structure, shapes)
     curves = tuple(Curve.from_json(facts, handle.get_tensor(facts["tensor"]).clone()) for facts in listed)
     thresholds = tuple(Threshold.from_json(entry) for entry in ace["thresholds"])
     factors = {t.factor: "a threshold" for t in thresholds} | {c.settings["factor"]: "a curve" for c in curves}
@@ -164,11 +169,16 @@ def _fields(handle: safe_open, sealed: bool) -> dict[str, Any]:
     if default is not None and default not in {w.sha256 for w in workloads_of(thresholds, curves)}:
         raise ValueError(f"default_workload {default!r:.40} is not the hash of one of the plan's texts")
     return {
-        **{"tables": tables, "fingerprint": fingerprint, "model": ace["model"], "undefined": ace["undefined"]},
-        **{"thresholds": thresholds, "curves": curves, "default_workload": default},
+        "tables": tables,
+        "fingerprint": fingerprint,
+        "model": ace["model"],
+        "undefined": ace["undefined"],
+        "thresholds": thresholds,
+        "curves": curves,
+        "default_workload": default,
         "other_weights": tuple(ace["other_weights"]),
         "calibrations": ace.get("calibrations", {}),
-        "shapes": {name: tuple(dims) for name, dims in ace.get("shapes", {}).items()},
+        "shapes": {name: tuple(dims) for name, dims in shapes.items()},
         "guarded": {name: tuple(layers) for name, layers in guarded.items()},
         "recommendation": ace.get("recommendation"),
         "made": tuple(ace.get("made", ())),
@@ -176,7 +186,7 @@ def _fields(handle: safe_open, sealed: bool) -> dict[str, Any]:
 
 
 def _tables(handle: safe_open, tensors: set[str], structure: Structure, declared: Shapes) -> Tables:
-    """Every table of every layer; values are read when names and shapes are right."""
+    """Read every table of every layer, once names and shapes are right."""
     names = _by_layer(tensors)
     check_declared(declared)
     check_layers({key: set(layer) for key, layer in names.items()}, structure)
@@ -190,7 +200,7 @@ def _tables(handle: safe_open, tensors: set[str], structure: Structure, declared
 
 
 def _metadata(handle: safe_open, sealed: bool) -> dict[str, Any]:
-    """The metadata in the form of the newest schema. Schema 1 knew the router rows as `content`, and no experts."""
+    """Read the metadata in the form of the newest schema. Schema 1 knew the router rows as `content`, and no experts."""
     raw = (handle.metadata() or {}).get("ace")
     if raw is None:
         raise PlanError(f"this safetensors file is not a plan (no `ace` metadata). Make one with {BUILD}.")
@@ -216,7 +226,7 @@ def _metadata(handle: safe_open, sealed: bool) -> dict[str, Any]:
 
 
 def _check_curves(handle: safe_open, tensors: set[str], listed: list[str]) -> None:
-    """What is listed is there, once, and nothing else."""
+    """Refuse curves whose points are missing, listed twice, not listed or of another shape."""
     if sorted(tensors) != sorted(listed):
         odd = min(tensors ^ set(listed) or listed)
         raise PlanError(f"tensor {odd} and the list of curves disagree. The file was edited or cut. {AGAIN}")
@@ -227,7 +237,7 @@ def _check_curves(handle: safe_open, tensors: set[str], listed: list[str]) -> No
 
 
 def _by_layer(tensors: set[str]) -> dict[str, dict[str, str]]:
-    """Layer → table → name of its tensor."""
+    """Sort names of tensors: layer → table → name."""
     names: dict[str, dict[str, str]] = {}
     for tensor in sorted(tensors):
         match = TENSOR.fullmatch(tensor)
@@ -244,6 +254,6 @@ def _by_layer(tensors: set[str]) -> dict[str, dict[str, str]]:
 
 
 def _dtype_and_shape(handle: safe_open, tensor: str) -> tuple[str, tuple[int, ...]]:
-    """Of a tensor that is not read."""
+    """Look dtype and shape up in the header."""
     part = handle.get_slice(tensor)
     return DTYPES.get(part.get_dtype(), part.get_dtype()), tuple(part.get_shape())

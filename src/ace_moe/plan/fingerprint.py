@@ -35,6 +35,7 @@ class Routers:
     coarse: str | None = None
 
     def among(self, hashes: Iterable[str | None]) -> bool:
+        """True if one of the hashes is of these rows."""
         return any(h is not None and h in (self.exact, self.coarse) for h in hashes)
 
     @property
@@ -51,7 +52,7 @@ class Sample:
     sample: str
 
     def size_against(self, other: Sample) -> tuple[float, float, float]:
-        """(factor, mine, other's) of the expert whose rms differs most."""
+        """Find the expert whose rms differs most: (factor, mine, other's)."""
         tiny, huge = 1e-30, 1e30  # experts of zeros can be compared too
         both = zip(self.rms, other.rms, strict=False)
         pairs = [(min(max((a + tiny) / (b + tiny), tiny), huge), a, b) for a, b in both]
@@ -67,15 +68,16 @@ class Fingerprint:
     experts: dict[str, Sample] = field(default_factory=dict)
 
     def difference(self, model: Fingerprint) -> str:
-        """The first difference between this structure, a plan's, and a model's in words, or nothing."""
+        """Say the first difference between this structure, a plan's, and a model's, or nothing."""
         return structure_difference(self.structure, model.structure)
 
     def same_routers(self, model: Fingerprint) -> bool:
+        """True if a model has this structure and these router rows."""
         mine = (self.routers.exact, self.routers.coarse)
         return not self.difference(model) and model.routers.among(mine)
 
     def experts_notice(self, model: Fingerprint) -> str | None:
-        """How far a model's experts are from this plan's where both were sampled; None if they are the same."""
+        """Say how far a model's experts are from this plan's where both were sampled; None if they are the same."""
         common = [key for key in self.experts if key in model.experts]
         sizes = {
             key: model.experts[key].size_against(self.experts[key])
@@ -98,7 +100,7 @@ class Fingerprint:
 
     @classmethod
     def from_json(cls, facts: Mapping[str, Any]) -> Fingerprint:
-        """A ValueError says what is wrong."""
+        """Parse a fingerprint; a ValueError says what is wrong."""
         FINGERPRINT(facts, "fingerprint")
         structure, routers, experts = facts["structure"], facts["routers"], facts["experts"]
         if not structure:
@@ -113,6 +115,7 @@ class Fingerprint:
 
 
 def _by_how_much(factor: float, mine: float, other: float) -> str:
+    """Say how two sizes differ: in per cent where they are close, else as a factor."""
     sizes = f"(rms {mine:.3g} against {other:.3g})"
     times = max(factor, 1 / factor)
     if times >= FEW_PER_CENT:
@@ -123,7 +126,7 @@ def _by_how_much(factor: float, mine: float, other: float) -> str:
 
 
 def structure_difference(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
-    """The first difference between two structures in words, or nothing."""
+    """Say the first difference between two structures, or nothing."""
     if set(mine) != set(theirs):
         return f"MoE layers {_span(mine)} in the plan, {_span(theirs)} in the model"
     for key in mine:

@@ -45,7 +45,7 @@ It has {layers} MoE layers and the tables {tables}.
 
 
 def load_plan(plan: str | Path) -> Plan:
-    """A plan from a file, or from a repository as `owner/name` or `owner/name@revision`; both go through every check."""
+    """Load a plan from a file, or from a repository as `owner/name` or `owner/name@revision`; both pass every check."""
     if not isinstance(plan, (str, os.PathLike)):
         raise PlanError(
             f"A plan is loaded from a file or from owner/name of the hub, not from {type(plan).__name__}. `ACE(plan)` takes one "
@@ -55,7 +55,7 @@ def load_plan(plan: str | Path) -> Plan:
 
 
 def located(plan: str | Path) -> Path:
-    """The file that is meant: one on this machine as it is, else a repository's, downloaded."""
+    """Find the file that is meant: one on this machine as it is, else a repository's, downloaded."""
     here, named = expand(plan), NAME.fullmatch(Path(plan).as_posix())
     if named is None or here.suffix == ".safetensors" or os.path.exists(here):
         return here
@@ -63,7 +63,7 @@ def located(plan: str | Path) -> Path:
 
 
 def download(name: str, revision: str | None = None) -> Path:
-    """The plan of a repository in the cache. Without a network, the one that was downloaded last."""
+    """Fetch the plan of a repository into the cache; without a network, the one that was downloaded last."""
     try:
         size = hf_hub_download(name, FILE, revision=revision, cache_dir=hub_folder(), dry_run=True).file_size or 0
         if size > LARGEST:
@@ -76,7 +76,7 @@ def download(name: str, revision: str | None = None) -> Path:
 
 
 def _no_plan(name: str, revision: str | None, error: Exception) -> str:
-    """What is wrong and what to do about it."""
+    """Say why there is no plan and what to do about it."""
     if is_offline_mode():
         why = f"is neither a file nor a plan kept from before, and HF_HUB_OFFLINE is set. Unset it to fetch {name}, or give"
         return f"{name} {why} the path of a plan."
@@ -93,7 +93,7 @@ def _no_plan(name: str, revision: str | None, error: Exception) -> str:
 
 
 def check_push(name: str) -> None:
-    """Everything that can be known before long work: the name, the login, and that nothing of others is there."""
+    """Check all that can be known before long work: the name, the login, and that nothing of others is there."""
     named = NAME.fullmatch(name)
     if named is None or named["revision"]:
         raise OptionError(f"{name!r} is not the name of a repository. Give owner/name.")
@@ -133,7 +133,7 @@ def _not_pushed(name: str, error: Exception) -> OutputError:
 
 
 def card(plan: Plan, name: str, base_model: str | None = None) -> str:
-    """README.md of a published plan, with metadata for the hub in front."""
+    """Write README.md of a published plan, with metadata for the hub in front."""
     budgets, shown = sorted({t.budget for t in plan.thresholds}), labels(plan.workloads)
     tables = sorted({table for layer in plan.tables.values() for table in layer})
     facts = {"fingerprint": plan.fingerprint.routers.exact, "budgets": budgets, "tables": tables}
@@ -159,6 +159,6 @@ def card(plan: Plan, name: str, base_model: str | None = None) -> str:
 
 
 def _cell(text: object) -> str:
-    """One cell of a table: names of models and texts are whatever somebody typed."""
+    """Make one cell of a table: names of models and texts are whatever somebody typed."""
     shown = "".join(c if c.isprintable() and c not in "|<>[]`" else " " for c in str(text))
     return " ".join(shown.split()) or "a model"

@@ -20,10 +20,9 @@ from torch import Tensor
 from ..errors import BUILD, BudgetError, PlanError
 from ..files import expand, write_whole
 from . import file
-from .curves import Curve
 from .entries import Phase, Threshold, Workload, compared
 from .fingerprint import Fingerprint
-from .lookup import Answer, Lookup, workloads_of
+from .lookup import Answer, Curve, Lookup, workloads_of
 from .shapes import check_factors
 
 
@@ -96,13 +95,13 @@ class Plan:
         )
 
     def lacks(self, names: Iterable[str]) -> list[str]:
-        """Which of the named tables a policy needs are not in the plan."""
+        """Name those of the tables that the plan does not have for every layer."""
         return [name for name in names if any(name not in self.tables.get(key, {}) for key in self.layers)]
 
     # ---- thresholds -------------------------------------------------------------------------------------------
 
     def with_thresholds(self, new: list[Threshold]) -> Plan:
-        """Newest last; an entry for the same settings, budget, phase and workload is replaced."""
+        """Append entries; one for the same settings, budget, phase and workload is replaced."""
 
         def identity(t: Threshold) -> str:
             return json.dumps([compared(t.settings), t.budget, t.phase, t.workload.sha256], sort_keys=True)
@@ -112,18 +111,18 @@ class Plan:
         return replace(self, thresholds=(*kept, *new), default_workload=self._default(*(t.workload for t in new)))
 
     def with_curve(self, new: Curve) -> Plan:
-        """Newest last; a curve of the same settings and text is replaced."""
+        """Append a curve; one of the same settings and text is replaced."""
         kept = tuple(c for c in self.curves if not c.of(new.settings, new.workload.sha256))
         return replace(self, curves=(*kept, new), default_workload=self._default(new.workload))
 
     def curve(self, settings: Mapping[str, Any], sha256: str) -> Curve | None:
-        """Of these settings, whatever their gain, on a text."""
+        """Find the curve of these settings, whatever their gain, on a text."""
         return next((c for c in self.curves if c.of(settings, sha256)), None)
 
     def lookup(
         self, settings: Mapping[str, Any], budget: float, phase: Phase = "both", workload: str | None = None
     ) -> Answer:
-        """τ for a budget under exact settings; `workload` names a text, by default the plan's own choice."""
+        """Look up τ for a budget under exact settings; `workload` names a text, by default the plan's own choice."""
         if not isinstance(budget, (int, float)):
             raise BudgetError(f"A budget is a number such as 0.5, not {budget!r:.60}.")
         return Lookup(self, settings, workload).at(budget, phase)
@@ -136,22 +135,23 @@ class Plan:
         return workloads_of(self.thresholds, self.curves)
 
     def with_default(self, workload: Workload) -> Plan:
+        """Use this text where none is named."""
         return replace(self, default_workload=workload.sha256)
 
     def _default(self, *new: Workload) -> str | None:
-        """The first text that was given stays the default; one that the model wrote gives way to it."""
+        """Choose the default text: the first that a user gave; one that the model wrote gives way to it."""
         newest = [*(c.workload.sha256 for c in self.curves[-1:]), *(t.workload.sha256 for t in self.thresholds[-1:])]
         texts = {w.sha256: w for w in (*new, *self.workloads)}
         current = texts.get(self.default_workload or (newest[-1] if newest else ""))
-        given = next((w for w in new if not w.own), next(iter(new), None))
-        if given is not None and (current is None or (current.own and not given.own)):
-            return given.sha256
+        first = next((w for w in new if not w.own), next(iter(new), None))
+        if first is not None and (current is None or (current.own and not first.own)):
+            return first.sha256
         return current.sha256 if current else None
 
     # ---- the model it belongs to --------------------------------------------------------------------------------
 
     def check_model(self, fingerprint: Fingerprint, allow_other_weights: bool = False) -> Plan:
-        """This plan if it fits the model; with other routers only if that is allowed, and then it is recorded.
+        """Return this plan if it fits the model; with other routers only if that is allowed, and then it is recorded.
 
         Other experts under the same routers are no reason to refuse: a warning says how far they are.
         """
@@ -174,11 +174,11 @@ class Plan:
     # ---- the file -----------------------------------------------------------------------------------------------
 
     def save(self, path: str | Path) -> Path:
-        """A half-written plan never replaces a good one."""
+        """Write the file whole: a half-written plan never replaces a good one."""
         return write_whole(path, self.to_bytes(), "The plan")
 
     def to_bytes(self) -> bytes:
-        """The whole file."""
+        """Build the whole file."""
         points = {f"curves.{n}": curve.points for n, curve in enumerate(self.curves)}
         metadata = {
             "model": self.model,
@@ -203,7 +203,7 @@ class Plan:
 
 
 def equal(one: Any, other: Any) -> bool:
-    """By value, tensors in dictionaries included."""
+    """Compare by value, tensors in dictionaries included."""
     if isinstance(one, Tensor) or isinstance(other, Tensor):
         alike = isinstance(one, Tensor) and isinstance(other, Tensor) and one.dtype == other.dtype
         return alike and torch.equal(one.cpu(), other.cpu())
@@ -213,7 +213,7 @@ def equal(one: Any, other: Any) -> bool:
 
 
 def missing_table(policy: str, table: str) -> str:
-    """What to say when a policy's table is not in the plan."""
+    """Say that a policy's table is not in the plan, and how to make it."""
     return (
         f"Policy {policy!r} needs the table {table}, which this plan does not have. `ace plan MODEL --plan PLAN --text FILE "
         f"--policy {policy}` makes it (in Python: `ace_moe.lab.policies.prepare`); policy 'share' needs none."

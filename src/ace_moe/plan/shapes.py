@@ -23,14 +23,14 @@ AGAIN = f"Remove the file and build it again with {BUILD}."
 
 
 def check_declared(shapes: Shapes) -> None:
-    """`shapes` as the metadata has it; what has a shape of its own is not declared with another."""
+    """Refuse `shapes` of the metadata that declare a table which has a shape of its own."""
     for name in shapes:
         if name in BY_EXPERT or name.startswith(FACTOR):
             raise ValueError(f"shapes: {name} has a shape of its own, which cannot be another")
 
 
 def check_layers(names: Mapping[str, set[str]], structure: Structure) -> None:
-    """`names`: the tables of each layer. Every table is there for every layer of the model, and for no other."""
+    """Refuse tables that are not there for every layer of the model and no other; `names`: the tables of each layer."""
     wanted = {name for layer in names.values() for name in layer}
     missing = [key for key in structure if not wanted <= names.get(key, set())]
     foreign = [key for key in names if key not in structure]
@@ -44,7 +44,7 @@ def check_layers(names: Mapping[str, set[str]], structure: Structure) -> None:
 def check_shape(
     structure: Structure, declared: Shapes, key: str, name: str, dtype: str, shape: tuple[int, ...]
 ) -> None:
-    """Whether a table of a layer has the shape it should have: its own, a declared one, or one of the usual."""
+    """Refuse a table of another shape than it should have: its own, a declared one, or one of the usual."""
     levels = 1 + sum(layer["top_k"] - 1 for layer in structure.values())
     sizes = {**structure[key], "levels": levels, "one": 1}
     if name in BY_EXPERT:
@@ -62,7 +62,7 @@ def check_shape(
 
 
 def check_values(tables: Tables, shapes: Shapes) -> None:
-    """Finite everywhere; negative only where a shape of its own says that the table is no weight of experts."""
+    """Refuse values that are not finite, and negative ones unless a declared shape says the table does not weigh experts."""
     for key, layer in tables.items():
         for name, values in layer.items():
             if not values.isfinite().all() or (name not in shapes and (values < 0).any()):
@@ -72,7 +72,7 @@ def check_values(tables: Tables, shapes: Shapes) -> None:
 
 
 def check_factors(tables: Tables) -> None:
-    """A factor only ever lowers a layer's contributions, and one layer keeps its own."""
+    """Refuse factors that raise contributions or lower them in every layer: the largest of all layers is 1."""
     for name in factors_of(tables):
         values = [float(layer[name]) for layer in tables.values() if name in layer]
         if min(values) <= 0 or abs(max(values) - 1) > ROUNDING:
@@ -87,7 +87,7 @@ def factors_of(tables: Tables) -> list[str]:
 
 
 def check_factor_names(named: Mapping[str, str], tables: Tables) -> None:
-    """`named`: factor table → who names it."""
+    """Refuse factor tables that are named and not there; `named`: factor table → who names it."""
     known = factors_of(tables)
     for name, who in named.items():
         if name not in known:

@@ -14,7 +14,7 @@ from .record import Plan, equal
 
 
 def update(path: str | Path, base: Plan, plan: Plan) -> Plan:
-    """Put everything that `plan` has and `base` had not into the file as it is now; returns what the file then holds.
+    """Put everything that `plan` has and `base` had not into the file as it is now; return what the file then holds.
 
     `base` is the plan as it was read from the file. Of an entry that both sides changed, this one's stays.
     """
@@ -36,6 +36,7 @@ def update(path: str | Path, base: Plan, plan: Plan) -> Plan:
 
 
 def _merge(now: Plan, base: Plan, plan: Plan) -> Plan:
+    """Put what changed from `base` to `plan` into `now`."""
     rest = [f.name for f in fields(Plan) if f.name not in ("fingerprint", "thresholds", "curves", "recommendation")]
     changes = {name: _join(*(getattr(one, name) for one in (now, base, plan))) for name in rest}
     merged = replace(now, **changes)
@@ -49,7 +50,7 @@ def _merge(now: Plan, base: Plan, plan: Plan) -> Plan:
 
 
 def _join(now: Any, base: Any, new: Any) -> Any:
-    """`now` with what changed from `base` to `new`; dictionaries key by key, sequences item by item."""
+    """Put what changed from `base` to `new` into `now`: dictionaries key by key, sequences item by item."""
     if isinstance(new, Mapping) and isinstance(now, Mapping) and isinstance(base, Mapping):
         both = {key: _join(now[key], base.get(key), value) for key, value in new.items() if key in now}
         return {**now, **both, **{key: value for key, value in new.items() if key not in now and key not in base}}

@@ -33,7 +33,7 @@ class Fidelity:
 
 
 def compare(whole: Tensor, skipped: Tensor) -> Tensor:
-    """Logits [B, L, V] of both → KL, agreement and acceptance, summed over all tokens but the last, [B, 3] in fp64.
+    """Compare logits [B, L, V]: KL, agreement and acceptance, summed over all tokens but the last, [B, 3] in fp64.
 
     The last token of a window predicts what is not there: it has no part in perplexity, and so none here.
     """
@@ -42,11 +42,11 @@ def compare(whole: Tensor, skipped: Tensor) -> Tensor:
     total = torch.zeros(batch, 3, dtype=torch.float64)
     for start in range(0, length - 1, step):
         part = slice(start, min(start + step, length - 1))
-        p = whole[:, part].to(skipped.device).float().log_softmax(-1)  # [B, l, V]
-        q = skipped[:, part].float().log_softmax(-1)
-        kl = (p.exp() * (p - q)).sum(-1).clamp(min=0)  # rounding can make it negative
-        same = (p.argmax(-1) == q.argmax(-1)).float()
-        accepted = torch.minimum(p, q).exp().sum(-1)
+        log_p = whole[:, part].to(skipped.device).float().log_softmax(-1)  # [B, l, V]
+        log_q = skipped[:, part].float().log_softmax(-1)
+        kl = (log_p.exp() * (log_p - log_q)).sum(-1).clamp(min=0)  # rounding can make it negative
+        same = (log_p.argmax(-1) == log_q.argmax(-1)).float()
+        accepted = torch.minimum(log_p, log_q).exp().sum(-1)
         total += torch.stack([x.double().sum(-1) for x in (kl, same, accepted)], dim=-1).cpu()
     return total
 
@@ -59,13 +59,14 @@ class Reference:
         self._kept: dict[int, Tensor] = {}
 
     def keep(self, number: int, logits: Tensor) -> None:
+        """Keep a batch's logits on the CPU if there is room."""
         size = logits.numel() * logits.element_size()
         if number not in self._kept and size <= self.room:
             self.room -= size
             self._kept[number] = logits.detach().cpu()
 
     def of(self, number: int, compute: Callable[[], Tensor]) -> Tensor:
-        """Logits that were kept, else computed again, and kept if there is room."""
+        """Take logits that were kept, else compute them again."""
         logits = self._kept.get(number)
         if logits is None:
             logits = compute()

@@ -35,7 +35,7 @@ class Losses:
 
 
 def check_loss(loss: float) -> float:
-    """The loss per token, refused if no perplexity can be made of it."""
+    """Return the loss per token; refuse one that has no perplexity."""
     if not loss < LARGEST:  # NaN is not
         raise ModelError(
             f"The model gives no perplexity on this text: its loss is {loss:g} per token. It is damaged or diverged, or runs "
@@ -45,13 +45,13 @@ def check_loss(loss: float) -> float:
 
 
 def perplexity_interval(losses: Losses) -> Interval:
-    """Perplexity over windows; a window counts by its predicted tokens."""
+    """Bound perplexity over windows; a window counts by its predicted tokens."""
     nll, weights = column(losses.nll), column(losses.by_window)
     return interval(losses.perplexity, lambda counts: ((counts @ nll) / (counts @ weights)).exp(), len(nll), 2)
 
 
 def perplexity_change(losses: Losses, rival: Losses) -> Difference:
-    """Perplexity relative to the rival's on the same windows, minus 1: 0.05 is five per cent worse."""
+    """Compare perplexity with the rival's on the same windows, minus 1: 0.05 is five per cent worse."""
     x, y = paired(losses.nll, rival.nll)
     x_weights, y_weights = paired(losses.by_window, rival.by_window)
     bounds = interval(

@@ -21,7 +21,7 @@ Whole = Callable[[int, Tensor], Tensor]
 def score(
     model: PreTrainedModel, windows: Windows, batch: int = 1, whole: Whole | None = None, keep: Reference | None = None
 ) -> Losses:
-    """Losses of every window, each read by itself; every token but its first is predicted.
+    """Measure the loss of every window, each read by itself; every token but its first is predicted.
 
     `whole(number, ids)` gives the unskipped model's logits of a batch, to compare these with; `keep` keeps these as such.
     """
@@ -40,7 +40,7 @@ def score(
 
 
 def predict(model: PreTrainedModel, ids: Tensor) -> Tensor:
-    """Logits [B, L, V]."""
+    """Run the model: ids [B, L] → logits [B, L, V]."""
     return model(input_ids=ids.to(model.device), use_cache=False).logits
 
 
@@ -50,7 +50,7 @@ def predicts(model: PreTrainedModel) -> bool:
 
 
 def read(model: PreTrainedModel, ids: Tensor) -> list[float]:
-    """Loss of each window [B, L]; refuses a model that gives no numbers before anything is kept of them."""
+    """Measure the loss of each window [B, L]; refuse a model whose losses are not numbers before anything is stored."""
     logits = predict(model, ids)
     losses = window_nll(logits, ids.to(logits.device)).tolist()
     for loss in losses:
@@ -59,6 +59,6 @@ def read(model: PreTrainedModel, ids: Tensor) -> list[float]:
 
 
 def window_nll(logits: Tensor, ids: Tensor) -> Tensor:
-    """logits [B, L, V], ids [B, L] → [B], summed in fp32."""
+    """Sum the loss of each window: logits [B, L, V], ids [B, L] → [B]."""
     loss = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten(), reduction="none")
     return loss.view(ids.shape[0], -1).double().sum(1)

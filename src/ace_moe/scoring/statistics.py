@@ -40,7 +40,7 @@ class Interval:
 
 @dataclass(frozen=True)
 class Difference(Interval):
-    """p: the share of random sign flips of the windows' or questions' differences that give one as large."""
+    """A difference and its p: the share of random sign flips of the windows' or questions' that give one as large."""
 
     p: float
 
@@ -49,25 +49,25 @@ class Difference(Interval):
 
 
 def mean_interval(values: Sequence[float] | Tensor, *, samples: int = DRAWS, seed: int = 0) -> Interval:
-    """The mean of one number per question, such as 1 for a right answer."""
+    """Bound the mean of one number per question, such as 1 for a right answer."""
     x = column(values)
     return interval(float(x.mean()), lambda counts: counts @ x / len(x), len(x), 1, samples, seed)
 
 
 def mean_difference(values: Sequence[float], rival: Sequence[float], *, samples: int = DRAWS) -> Difference:
-    """Mean of the first minus mean of the second on the same questions."""
+    """Subtract the mean of the second from the mean of the first, on the same questions."""
     x, y = paired(values, rival)
     return Difference(**vars(mean_interval(x - y, samples=samples)), p=sign_flip_p(x - y))
 
 
 def token_interval(sums: Sequence[float], weights: Sequence[int]) -> Interval:
-    """The mean over tokens of what was summed over the tokens of each window, such as KL."""
+    """Bound the mean over tokens of what was summed over the tokens of each window, such as KL."""
     x, w = paired(sums, weights)
     return interval(float(x.sum() / w.sum()), lambda counts: (counts @ x) / (counts @ w), len(x), FEWEST)
 
 
 def relative_change(sums: Sequence[float], rival: Sequence[float]) -> Interval:
-    """Σ of the first over Σ of the second on the same windows, minus 1: −0.2 is a fifth less."""
+    """Divide Σ of the first by Σ of the second on the same windows, minus 1: −0.2 is a fifth less."""
     x, y = paired(sums, rival)
     value = float(x.sum() / y.sum().clamp(min=1e-30)) - 1
     return interval(value, lambda counts: (counts @ x) / (counts @ y).clamp(min=1e-30) - 1, len(x), FEWEST)
@@ -77,14 +77,14 @@ def relative_change(sums: Sequence[float], rival: Sequence[float]) -> Interval:
 
 
 def column(values: Sequence[float] | Tensor) -> Tensor:
-    """[N] in fp64, of at least one."""
+    """Make a column [N] in fp64 of at least one value."""
     if not len(values):
         raise ResultError("There is nothing to take statistics of. Evaluate at least one window or question.")
     return torch.as_tensor(values, dtype=torch.float64)
 
 
 def paired(values: Sequence[float], rival: Sequence[float]) -> tuple[Tensor, Tensor]:
-    """Both as columns of one length."""
+    """Make two columns of one length."""
     if len(values) != len(rival):
         raise ResultError(
             f"{len(values)} and {len(rival)} windows or questions cannot be paired. Evaluate both on the same text."
@@ -95,7 +95,7 @@ def paired(values: Sequence[float], rival: Sequence[float]) -> tuple[Tensor, Ten
 def interval(
     value: float, of: Callable[[Tensor], Tensor], count: int, fewest: int, samples: int = DRAWS, seed: int = 0
 ) -> Interval:
-    """Bounds around a value; `of` gives the statistic of every sample [B] from how often each thing is in it [B, N]."""
+    """Bound a value; `of` gives the statistic of every sample [B] from how often each thing is in it [B, N]."""
     if count < fewest:
         return Interval(value, None, None)
     picked = torch.randint(count, (samples, count), generator=torch.Generator().manual_seed(seed))
@@ -106,7 +106,7 @@ def interval(
 
 
 def sign_flip_p(each: Tensor, samples: int = DRAWS, seed: int = 0) -> float:
-    """Two-sided p of paired differences [N] under "either side could have been the other"; of 4 windows at least 1/8."""
+    """Test paired differences [N] against "either side could have been the other": two-sided p; of 4 windows at least 1/8."""
     generator = torch.Generator().manual_seed(seed)
     signs = torch.randint(2, (samples, len(each)), generator=generator).double() * 2 - 1
     as_large = (signs @ each).abs() >= each.sum().abs() * (1 - 1e-12)
@@ -114,14 +114,14 @@ def sign_flip_p(each: Tensor, samples: int = DRAWS, seed: int = 0) -> float:
 
 
 def expanded_tail(tail: float, count: int) -> float:
-    """The tail to cut from a bootstrap of `count` things so that the interval is as wide as Student's."""
+    """Choose the tail to cut from a bootstrap of `count` things, so that the interval is as wide as Student's."""
     if count < 2:
         return 0.0
     return NormalDist().cdf(-math.sqrt(count / (count - 1)) * t_quantile(1 - tail, count - 1))
 
 
 def t_quantile(probability: float, freedom: int) -> float:
-    """Student's quantile by its expansion around the normal one (Abramowitz and Stegun 26.7.5); 1 and 2 exactly."""
+    """Approximate Student's quantile by its expansion around the normal one (Abramowitz and Stegun 26.7.5); 1 and 2 exactly."""
     if freedom == 1:
         return math.tan(math.pi * (probability - 0.5))
     if freedom == 2:
@@ -140,19 +140,19 @@ def t_quantile(probability: float, freedom: int) -> float:
 
 
 def pearson(x: Tensor, y: Tensor) -> float:
-    """Linear correlation of two vectors [N]; 0 where one of them is constant."""
+    """Correlate two vectors [N] linearly; 0 where one of them is constant."""
     x, y = x.double() - x.double().mean(), y.double() - y.double().mean()
     scale = float(x.norm() * y.norm())
     return float(x @ y) / scale if scale > 0 else 0.0
 
 
 def spearman(x: Tensor, y: Tensor) -> float:
-    """Correlation of ranks: how well one orders the other."""
+    """Correlate ranks: how well one orders the other."""
     return pearson(ranks(x), ranks(y))
 
 
 def ranks(x: Tensor) -> Tensor:
-    """Ranks [N] from 0; equal values share the mean of theirs."""
+    """Rank values [N] from 0; equal ones share the mean of their ranks."""
     _, group, size = torch.unique(x, return_inverse=True, return_counts=True)
     last = size.cumsum(0).double()
     return (last - (size.double() + 1) / 2)[group]

@@ -19,7 +19,8 @@ PAPER = ("gsp", "rcr")  # what the paper's rule reads
 
 @dataclass(frozen=True)
 class Table:
-    """`part` [C, …] is of a chunk of experts, so that all tables share one reading of it; `whole` makes the layer's of them."""
+    """How a table is computed: `part` [C, …] of a chunk of experts, so that all tables share one reading of it, then `whole`
+    from the parts of a layer."""
 
     part: Callable[[MoELayer, slice], Tensor]
     whole: Callable[[Tensor], Tensor] = lambda parts: parts
@@ -34,7 +35,7 @@ TABLES = {
 
 
 def tables_of(layer: MoELayer, names: Sequence[str]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The named tables that have a meaning for this layer, and for the others the reason why not.
+    """Compute the named tables that have a meaning for this layer; for the others, say why they have none.
 
     float32: [E] with mean 1, or [E, E] as it is.
     """
@@ -46,11 +47,14 @@ def tables_of(layer: MoELayer, names: Sequence[str]) -> tuple[dict[str, Tensor],
                 parts[name].append(TABLES[name].part(layer, chunk))
             except StructureError as error:
                 undefined[name] = str(error)
-    found = {name: TABLES[name].whole(torch.cat(parts[name])) for name in names if name not in undefined}
-    return {name: _scaled(name, layer, values.float()) for name, values in found.items()}, undefined
+    defined = [name for name in names if name not in undefined]
+    return {
+        name: _scaled(name, layer, TABLES[name].whole(torch.cat(parts[name])).float()) for name in defined
+    }, undefined
 
 
 def _scaled(name: str, layer: MoELayer, values: Tensor) -> Tensor:
+    """Divide a table by its mean, unless it is one of pairs; refuse values that are not finite."""
     if not values.isfinite().all():  # NaN and infinite experts end up here: every weight of an expert enters its number
         expert = int((~values.isfinite()).nonzero()[0, 0])
         raise CheckpointError(

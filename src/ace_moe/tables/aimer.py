@@ -14,9 +14,9 @@ from ..checkpoint.records import MoELayer
 
 
 def part(layer: MoELayer, chunk: slice) -> Tensor:
-    """K [C] of a chunk of experts, before the layer's mean is taken out."""
-    parts = [part[chunk].flatten(1).float() for part in (layer.w_in, layer.w_out)]
-    count = sum(part.shape[1] for part in parts)
-    mean = torch.stack([part.abs().sum(1) for part in parts]).sum(0) / count
-    rms = (torch.stack([part.square().sum(1) for part in parts]).sum(0) / count).sqrt()
+    """Compute K [C] of a chunk of experts, before the layer's mean is taken out."""
+    matrices = [weights[chunk].flatten(1).float() for weights in (layer.w_in, layer.w_out)]
+    count = sum(weights.shape[1] for weights in matrices)
+    mean = torch.stack([weights.abs().sum(1) for weights in matrices]).sum(0) / count
+    rms = (torch.stack([weights.square().sum(1) for weights in matrices]).sum(0) / count).sqrt()
     return rms / mean.clamp(min=torch.finfo(torch.float32).tiny)

@@ -1,10 +1,10 @@
-"""Checkpoint → plan: the fingerprint of a model, the tables that are asked for, and the plan of a model that was given none."""
+"""Checkpoint → plan: the fingerprint of a model, the tables a policy reads, and the plan of a model that was given none."""
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from pathlib import Path
 
 from torch import Tensor
@@ -15,7 +15,8 @@ from ..checkpoint import MoEModel
 from ..checkpoint.model import check_sizes
 from ..errors import OptionError, OutputError, PlanError, StructureError
 from ..files import cache_folder
-from ..plan import Plan, update
+from ..plan import Plan, missing_table, update
+from ..policies import Policy
 from . import TABLES, tables_of
 
 MOST_KEPT = 64  # plans of models that were given none; each has under a few MiB
@@ -25,7 +26,7 @@ logger = logging.getLogger("vllm.ace_moe")  # what happens in an engine's worker
 def build_plan(
     model: str | Path | PreTrainedModel | MoEModel, tables: Iterable[str] = (), *, device: str | None = None
 ) -> Plan:
-    """A plan that knows its model, with the named tables or none; `undefined` says why the model has none of a name.
+    """Make a plan that knows its model, with the named tables or none; `undefined` says why the model has none of a name.
 
     Without tables, only router rows and a few rows of some experts are read. Tables are computed layer by layer, on `device`,
     else where the weights are.
@@ -47,7 +48,7 @@ def add_tables(
     *,
     device: str | None = None,
 ) -> Plan:
-    """The plan with those of the wanted tables that come from weights alone and that it does not have."""
+    """Add those of the wanted tables that come from weights alone and that the plan does not have."""
     names = [name for name in plan.lacks(wanted) if name in TABLES]
     if not names:
         return plan
@@ -59,10 +60,25 @@ def add_tables(
     return plan.with_tables(computed)
 
 
+def check_tables(plan: Plan, policy: Policy, calibrations: Container[str] = ()) -> None:
+    """Refuse a policy whose tables are undefined for the plan's model, or made by a calibration that was not run.
+
+    `calibrations`: tables that the caller is about to calibrate.
+    """
+    for name in plan.lacks(policy.tables):
+        if name in plan.undefined:
+            raise PlanError(
+                f"Policy {policy.key!r} needs the table {name}, which this model does not have: {plan.undefined[name]} "
+                "Policy 'share' needs no table."
+            )
+        if name not in TABLES and name not in calibrations:
+            raise PlanError(missing_table(policy.key, name))
+
+
 def _computed(
-    moe: MoEModel, names: list[str], device: str | None = None
+    moe: MoEModel, names: list[str], device: str | None
 ) -> tuple[dict[str, dict[str, Tensor]], dict[str, str]]:
-    """The tables of every layer, and why there are none of a name; what one layer lacks is not a table of the model."""
+    """Compute the tables of every layer, and say why a name has none; what one layer lacks is not a table of the model."""
     computed: dict[str, dict[str, Tensor]] = {site.key: {} for site in moe.sites}
     undefined: dict[str, str] = {}
     if not names:
@@ -83,14 +99,16 @@ def _computed(
 
 
 def automatic_plan_path(model: str | Path) -> tuple[Path, MoEModel]:
-    """Where the plan of a model that is given none is kept."""
+    """Say where the plan of a model that is given none is kept; also that model, opened."""
     moe = MoEModel.open(model)
     return cache_folder() / f"{moe.name}-{moe.content()[:16]}.safetensors", moe
 
 
 def automatic_plan(model: str | Path, tables: Iterable[str] = (), say: Callable[[str], None] = logger.warning) -> Plan:
-    """The model's plan from the cache, or made and kept there, with at least the named tables. One process makes it, the
-    others wait."""
+    """Take the model's plan from the cache, or make and keep one, with at least the named tables.
+
+    One process makes it, the others wait.
+    """
     from filelock import FileLock
 
     path, moe = automatic_plan_path(model)
@@ -107,7 +125,7 @@ def automatic_plan(model: str | Path, tables: Iterable[str] = (), say: Callable[
             if kept is None:
                 say(f"ACE: no plan was given; keeping one of {moe.name} at {path}.")
                 plan.save(path)
-                _forget_old(path)
+                _forget_old(path.parent)
             elif plan is not kept:
                 plan = update(path, kept, plan)
             return plan
@@ -119,7 +137,7 @@ def automatic_plan(model: str | Path, tables: Iterable[str] = (), say: Callable[
 
 
 def _kept(path: Path, say: Callable[[str], None]) -> Plan | None:
-    """The plan that is kept there; None if there is none, or none that can be read any more."""
+    """Load the plan that is kept there; None if there is none, or none that can be read any more."""
     if not path.exists():
         return None
     try:
@@ -132,9 +150,9 @@ def _kept(path: Path, say: Callable[[str], None]) -> Plan | None:
     return plan
 
 
-def _forget_old(newest: Path) -> None:
-    """The cache keeps the plans of so many models; those that were not used for longest go."""
-    plans = sorted(newest.parent.glob("*.safetensors"), key=lambda p: p.stat().st_mtime, reverse=True)
+def _forget_old(folder: Path) -> None:
+    """Delete the plans that were not used for longest, past as many as the cache keeps."""
+    plans = sorted(folder.glob("*.safetensors"), key=lambda p: p.stat().st_mtime, reverse=True)
     for old in plans[MOST_KEPT:]:
         old.unlink(missing_ok=True)
         Path(f"{old}.lock").unlink(missing_ok=True)

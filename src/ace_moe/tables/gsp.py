@@ -14,40 +14,39 @@ from itertools import combinations_with_replacement
 import torch
 from torch import Tensor
 
-from ..checkpoint.records import MoELayer, Projections
+from ..checkpoint.records import MoELayer
 from ..errors import StructureError
 
 NEARLY_ORTHOGONAL = 1e-3  # under this share of its typical value the fp32 sum has lost digits: redo it in fp64
 
 
 def part(layer: MoELayer, chunk: slice) -> Tensor:
-    """[C] of a chunk of experts, before the layer's mean is taken out; in fp64 where fp32 does not suffice."""
+    """Compute GSP [C] of a chunk of experts, before the layer's mean is taken out; in fp64 where fp32 does not suffice."""
     if layer.norm_scale is None:
         raise StructureError(f"GSP is undefined: {layer.undefined['gsp']}.")
-    p = _as_gated(layer, chunk)
-    assert p.gate is not None
-    value, trusted = _paths(p.gate, p.up, p.down, layer.norm_scale)
+    matrices = _as_gated(layer, chunk)
+    values, trusted = _paths(*matrices, layer.norm_scale)
     if not trusted.all():
-        gate, up, down = (t[~trusted].double() for t in (p.gate, p.up, p.down))
-        value[~trusted] = _paths(gate, up, down, layer.norm_scale.double())[0].float()
-    return value
+        gate, up, down = (matrix[~trusted].double() for matrix in matrices)
+        values[~trusted] = _paths(gate, up, down, layer.norm_scale.double())[0].float()
+    return values
 
 
-def _as_gated(layer: MoELayer, chunk: slice) -> Projections:
-    """relu(z)² = relu(z) · z: an ungated expert with a squared activation is a gated one whose gate is its up."""
+def _as_gated(layer: MoELayer, chunk: slice) -> tuple[Tensor, Tensor, Tensor]:
+    """Gate, up and down. relu(z)² = relu(z) · z: an ungated expert with a squared activation has its up as its gate."""
     p = layer.projections(chunk)
     if p.gate is not None:
-        return p
+        return p.gate, p.up, p.down
     z = torch.tensor([4.0, 8.0])
     if not torch.allclose(layer.activate(2 * z), 4 * layer.activate(z)):
         raise StructureError(
             f"GSP is undefined: layer {layer.key}: {layer.path} has no gate projection and its activation is not a square."
         )
-    return Projections(p.up, p.up, p.down)
+    return p.up, p.up, p.down
 
 
 def _paths(gate: Tensor, up: Tensor, down: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """Raw GSP [C], and whether the working precision suffices [C]."""
+    """Compute raw GSP [C], and tell where the working precision suffices [C]."""
     m = up.shape[1]
     size = max(256, -(-m // 4))  # of blocks of rows: small enough to save, large enough to multiply at full speed
     rows = [w.split(size, dim=1) for w in (gate * scale, up * scale, down.mT)]

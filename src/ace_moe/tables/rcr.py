@@ -18,7 +18,7 @@ EPSILON = 1e-8  # the paper names no value
 
 
 def part(layer: MoELayer, chunk: slice, centre: bool = True) -> Tensor:
-    """[C] of a chunk of experts, before the layer's mean is taken out.
+    """Compute RCR [C] of a chunk of experts, before the layer's mean is taken out.
 
     Without `centre` w̃ = w: what the authors' release computes unless told otherwise.
     """
@@ -27,7 +27,7 @@ def part(layer: MoELayer, chunk: slice, centre: bool = True) -> Tensor:
 
 
 def prototypes(layer: MoELayer, chunk: slice, centre: bool = True) -> Tensor:
-    """One input of RMS 1 per expert of the chunk, [C, d]."""
+    """Make one input of RMS 1 per expert of the chunk, [C, d]."""
     if layer.router_rows is None:
         raise StructureError(f"RCR is undefined: {layer.undefined['rcr']}.")
     rows = layer.router_rows[chunk]

@@ -25,23 +25,29 @@ COMPANION = re.compile(r"scale|zero|absmax|packed|g_idx|quant|SCB|blocks|bitmask
 
 
 def understand(headers: Headers, facts: Facts) -> dict[str, Stored]:
-    """What is stored, by the name it would have unquantised; tensors nobody claims are plain, or have a `problem`."""
-    found: dict[str, Stored] = {}
-    formats = () if all(header.dtype in PLAIN for header in headers.values()) else FORMATS  # nothing is packed
-    for key in headers if formats else ():
-        made = next((made for find in formats if (made := find(key, headers, facts)) is not None), None)
-        if made is not None:
-            found[made.name] = made if made.name not in found else _twice(made.name, key, headers)
-    claimed = {key for made in found.values() for key in made.keys}
+    """Sort tensors by the name they would have unquantised; those nobody claims are plain, or have a `problem`."""
+    tensors: dict[str, Stored] = {}
+
+    def put(key: str, stored: Stored) -> None:
+        if stored.name in tensors:
+            reason = f"and not the only tensor that would be {stored.name}"
+            stored = unreadable(stored.name, key, headers[key], reason)
+        tensors[stored.name] = stored
+
+    if any(header.dtype not in PLAIN for header in headers.values()):  # else nothing is packed
+        for key in headers:
+            packed = next((stored for find in FORMATS if (stored := find(key, headers, facts)) is not None), None)
+            if packed is not None:
+                put(key, packed)
+    claimed = {key for stored in tensors.values() for key in stored.keys}
     for key, header in headers.items():
         if key not in claimed and not NOT_WEIGHTS.search(key):
-            plain = _plain(key, header)
-            found[plain.name] = plain if plain.name not in found else _twice(plain.name, key, headers)
-    return found
+            put(key, _plain(key, header))
+    return tensors
 
 
 def _plain(key: str, header: Header) -> Stored:
-    """A tensor as it is; one whose numbers mean something else is filed under the weight in whose place it stands."""
+    """Take a tensor as it is; one whose numbers mean something else is filed under the weight in whose place it stands."""
     experts = header.shape[0] if len(header.shape) == 3 else None
     if header.dtype in PLAIN and not key.endswith(".compressed"):
         return Stored(key, "plain", (key,), experts=experts)
@@ -50,14 +56,10 @@ def _plain(key: str, header: Header) -> Stored:
     return Stored(name, "plain", (key,), experts=experts, problem=unknown)
 
 
-def _twice(name: str, key: str, headers: Headers) -> Stored:
-    return unreadable(name, key, headers[key], f"and not the only tensor that would be {name}")
-
-
-def strays(found: dict[str, Stored]) -> dict[str, list[str]]:
-    """Tensors nobody claimed that look like companions, by the path in front of their last name."""
+def strays(tensors: dict[str, Stored]) -> dict[str, list[str]]:
+    """List tensors nobody claimed that look like companions, by the path in front of their last name."""
     by_path: dict[str, list[str]] = defaultdict(list)
-    for name, made in found.items():
-        if made.format == "plain" and COMPANION.search(name.rpartition(".")[2]):
+    for name, stored in tensors.items():
+        if stored.format == "plain" and COMPANION.search(name.rpartition(".")[2]):
             by_path[name.rpartition(".")[0]].append(name)
     return by_path

@@ -37,6 +37,7 @@ def find(key: str, headers: Headers, facts: Facts) -> Stored | None:
 
 
 def _int8(key: str, scale: str, headers: Headers) -> Stored:
+    """An int8 matrix with one factor for each row."""
     weight, own = headers[key], headers[scale]
     if len(weight.shape) != 2 or own.shape not in ((weight.shape[0],), (weight.shape[0], 1)) or own.dtype != "F32":
         return unreadable(key, key, weight, f"with {scale} {own}, not one number for each row")
@@ -52,7 +53,7 @@ def _rows(weight: Tensor, scale: Tensor, form: Tensor | None = None) -> Tensor:
 
 
 def _four_bit(packed: Tensor, state: Tensor, absmax: Tensor, table: Tensor, *nested: Tensor) -> Tensor:
-    """The matrix in fp32, of the shape its state names."""
+    """Decode a matrix to fp32, in the shape its state names."""
     facts = _state(state)
     if nested:
         own, codes = nested

@@ -44,11 +44,13 @@ def find(key: str, headers: Headers, facts: Facts) -> Stored | None:
 
 
 def _grouped(packed: Tensor, factors: Tensor, group: int) -> Tensor:
+    """Decode FP4 bytes with a factor for each group of a row."""
     values = e2m1(packed)
     return values * up(factors, group, -1, values.shape[-1])
 
 
 def _nv(name: str, key: str, scale: str, stack: int | None, headers: Headers) -> Stored:
+    """A matrix or stack in NVFP4, whose one factor for the whole tensor divides or multiplies."""
     divides = beside(name, headers, "weight_global_scale")
     multiplies = beside(name, headers, "weight_scale_2")
     whole = divides or multiplies
@@ -71,15 +73,18 @@ def _nv_decode(packed: Tensor, scale: Tensor, whole: Tensor, *, divides: bool) -
 
 
 def _gpt_oss(key: str, headers: Headers) -> Stored | None:
+    """A whole layer's experts as gpt-oss stores them."""
     name = key.removesuffix("_blocks")
     scales, blocks = headers.get(f"{name}_scales"), headers[key]
     if scales is None or (blocks.dtype, scales.dtype) != ("U8", "U8"):
         return None
     if len(blocks.shape) != 4 or blocks.shape != (*scales.shape, 16):
         return unreadable(name, key, blocks, f"with {name}_scales {scales}, not a factor for each 16 bytes")
-    return Stored(name, "mxfp4", (key, f"{name}_scales"), _gpt_oss_decode, blocks.shape[0])
-
-
-def _gpt_oss_decode(blocks: Tensor, scales: Tensor) -> Tensor:
-    """[n, k/32, 16] and [n, k/32] → [k, n]."""
-    return _grouped(blocks.flatten(-2), e8m0(scales), 32).mT
+    # of one expert: w [n, k/32, 16] and s [n, k/32] → [k, n]
+    return Stored(
+        name,
+        "mxfp4",
+        (key, f"{name}_scales"),
+        lambda w, s: _grouped(w.flatten(-2), e8m0(s), 32).mT,
+        blocks.shape[0],
+    )

@@ -60,7 +60,7 @@ def _group_size(facts: Facts) -> int:
 
 
 def _first(facts: Facts) -> bool | None:
-    """Whether zero points are stored less one, by the configuration; None where it does not say."""
+    """Tell by the configuration if zero points are stored less one; None where it does not say."""
     named = (facts.config.get(n) for n in ("packing_format", "checkpoint_format", "format"))
     kind = next((n for n in named if n), facts.method)
     return True if kind in FIRST else False if kind in SECOND else None
@@ -90,7 +90,7 @@ def _gptq(
 
 
 def _second(qzeros: Tensor, bits: int, first: bool | None, symmetric: bool | None, key: str) -> Tensor:
-    """Zero points as the second format stores them."""
+    """Turn zero points into those of the second format."""
     middle = torch.tensor(ONE[bits] << (bits - 1)).int().to(qzeros.device)  # wraps: the top bit is a sign here
     seen = True if (qzeros == middle - ONE[bits]).all() else False if (qzeros == middle).all() else None
     less = first if symmetric is False or (symmetric is None and first is not None) else seen

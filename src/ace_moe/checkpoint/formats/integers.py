@@ -35,22 +35,23 @@ def find(key: str, headers: Headers, facts: Facts) -> Stored | None:
     return Stored(name, "int packed", (key, *present.values()), decode)
 
 
-def _decode(packed: Tensor, *parts: Tensor, roles: tuple[str, ...], allowed: frozenset[int], key: str) -> Tensor:
-    """[n, k] in fp32."""
+def _decode(words: Tensor, *parts: Tensor, roles: tuple[str, ...], allowed: frozenset[int], key: str) -> Tensor:
+    """Decode to [n, k] in fp32."""
     part = dict(zip(roles, parts, strict=True))
     (n, k), scale = part["shape"].tolist(), part["scale"].float()
-    bits, dense = _bits(packed.shape[1], k, allowed, key)
-    groups = _groups(part.get("g_idx"), k, scale.shape[1], key, packed.device)
-    values = _integers(packed, bits, dense)[:n, :k].float()
-    if "zero_point" in part:
-        zeros = _zeros(part["zero_point"], n, bits, dense).float()[:, groups]
-    else:
-        zeros = values.new_tensor(float(1 << (bits - 1)))
-    return (values - zeros) * scale[:, groups]
+    bits, dense = _bits(words.shape[1], k, allowed, key)
+    groups = _groups(part.get("g_idx"), k, scale.shape[1], key, words.device)
+    values = _integers(words, bits, dense)[:n, :k].float()
+    zeros, middle = part.get("zero_point"), 1 << (bits - 1)
+    if zeros is None:
+        return (values - middle) * scale[:, groups]
+    packed = zeros.dtype == torch.int32  # else they are plain integers, of signed values
+    zeros = _integers(zeros.mT.contiguous(), bits, dense).mT[:n] if packed else zeros.int() + middle
+    return (values - zeros.float()[:, groups]) * scale[:, groups]
 
 
 def _bits(words: int, k: int, allowed: frozenset[int], key: str) -> tuple[int, bool]:
-    """(bits, whether values lie across words) that fill this many words with k values."""
+    """Find the bits that fill this many words with k values, and if values lie across words."""
     ways = {(b, True) for b in range(1, 9) if -(-k * b // 32) == words}
     ways |= {(b, 32 % b == 0) for b in range(1, 9) if -(-k // (32 // b)) == words}
     ways = {w for w in ways if w[0] in (allowed or USUAL)} or (set() if allowed else ways)
@@ -63,7 +64,7 @@ def _bits(words: int, k: int, allowed: frozenset[int], key: str) -> tuple[int, b
 
 
 def _integers(words: Tensor, bits: int, dense: bool) -> Tensor:
-    """[n, w] → [n, values]; more values than there are weights where the last word is not full."""
+    """Unpack [n, w] → [n, values]; more values than there are weights where the last word is not full."""
     if 32 % bits == 0 or not dense:
         return unpacked(words, bits)
     stream = unpacked(words, 1)
@@ -72,15 +73,8 @@ def _integers(words: Tensor, bits: int, dense: bool) -> Tensor:
     return (each << torch.arange(bits, dtype=torch.int32, device=words.device)).sum(-1)
 
 
-def _zeros(packed: Tensor, n: int, bits: int, dense: bool) -> Tensor:
-    """[n, G]. Zero points of files that do not pack them are plain integers, of signed values."""
-    if packed.dtype != torch.int32:
-        return packed.int() + (1 << (bits - 1))
-    return _integers(packed.mT.contiguous(), bits, dense).mT[:n]
-
-
 def _groups(g_idx: Tensor | None, k: int, count: int, key: str, device: torch.device) -> Tensor:
-    """The group of each column [k]."""
+    """Name the group of each column [k]."""
     if g_idx is not None and not (g_idx < 0).any():
         return named_groups(g_idx, k, count, key)
     if count > 1 and k % count:

@@ -64,12 +64,13 @@ class Sharing:
     halves: bool
 
     def said(self, n: int, k: int) -> str:
+        """Name what shares a factor."""
         if self.block[0] >= n and self.block[1] >= k:
             return "per tensor"
         return "per channel" if self.block == (1, k) else "by group" if self.block[0] == 1 else "by block"
 
     def spread(self, factors: Tensor, n: int, k: int) -> Tensor:
-        """One factor for each of n × k values."""
+        """Repeat factors: one for each of n × k values."""
         if not self.halves:
             return up(up(factors.reshape(self.grid), self.block[0], 0, n), self.block[1], 1, k)
         whole = replace(self, grid=(self.grid[0] // 2, self.grid[1]), halves=False)
@@ -77,6 +78,7 @@ class Sharing:
 
 
 def _sharing(key: str, weight: tuple[int, ...], scale: tuple[int, ...], facts: Facts) -> Sharing | None:
+    """Tell which values share a factor by the shapes of both; None where that is unclear."""
     stacked = len(weight) == 3
     if stacked and math.prod(scale) > 1:
         if scale[0] != weight[0]:
@@ -89,7 +91,7 @@ def _sharing(key: str, weight: tuple[int, ...], scale: tuple[int, ...], facts: F
 
 
 def _grid(shape: tuple[int, ...], n: int, k: int, stacked: bool, fused: bool) -> Pair | None:
-    """A matrix's factors as rows × columns; None where a shape can be read in two ways."""
+    """Read a matrix's factors as rows × columns; None where a shape can be read in two ways."""
     shape = tuple(a for a in shape if a != 1) if len(shape) == 4 else shape  # [R, 1, C, 1]
     if math.prod(shape) == 1:
         return (1, 1)
@@ -103,13 +105,14 @@ def _grid(shape: tuple[int, ...], n: int, k: int, stacked: bool, fused: bool) ->
 
 
 def _blocks(grid: Pair, n: int, k: int, fused: bool, facts: Facts) -> Sharing | None:
+    """Find the one block size that makes this grid of a matrix [n, k]."""
     simple = {(1, 1): (n, k), (n, 1): (1, k), (1, k): (n, 1)}
     if grid in simple:
         return Sharing(grid, simple[grid], False)
-    found = [*facts.all("weight_block_size"), *facts.all("block_structure")]
-    pairs = [(int(b[0]), int(b[1])) for b in found if isinstance(b, list | tuple) and len(b) == 2]
-    given = {(min(b[0], n), min(b[1], k)) for b in pairs or [USUAL]}
-    fitting = [s for block in given for s in _fits(grid, n, k, block, fused)]
+    sizes = [*facts.all("weight_block_size"), *facts.all("block_structure")]
+    pairs = [(int(b[0]), int(b[1])) for b in sizes if isinstance(b, list | tuple) and len(b) == 2]
+    blocks = {(min(b[0], n), min(b[1], k)) for b in pairs or [USUAL]}
+    fitting = [s for block in blocks for s in _fits(grid, n, k, block, fused)]
     if not fitting and grid[0] == n and k % grid[1] == 0:
         fitting = [Sharing(grid, (1, k // grid[1]), False)]
     if not fitting and fused and grid == (2, 1):
@@ -118,6 +121,7 @@ def _blocks(grid: Pair, n: int, k: int, fused: bool, facts: Facts) -> Sharing | 
 
 
 def _fits(grid: Pair, n: int, k: int, block: Pair, fused: bool) -> list[Sharing]:
+    """Try a block size; where the halves of a fused matrix are ragged, each may have a grid of its own."""
     if -(-k // block[1]) != grid[1]:
         return []
     if fused and (n // 2) % block[0] and grid[0] == 2 * -(-(n // 2) // block[0]):

@@ -35,7 +35,7 @@ class Facts:
 
     config: Mapping[str, Any] = field(default_factory=dict)
     metadata: Mapping[str, str] = field(default_factory=dict)
-    _found: dict[str, list[Any]] = field(default_factory=dict)
+    _by_name: dict[str, list[Any]] = field(default_factory=dict)
 
     @property
     def method(self) -> str:
@@ -43,34 +43,36 @@ class Facts:
 
     def all(self, name: str) -> list[Any]:
         """Every value under this name, at any depth: mixed checkpoints have one for each group of modules."""
-        if name not in self._found:  # asked for each of a hundred thousand tensors
-            self._found[name] = _values(self.config, name)
-        return self._found[name]
+        if name not in self._by_name:  # asked for each of a hundred thousand tensors
+            self._by_name[name] = _values(self.config, name)
+        return self._by_name[name]
 
 
-def _values(found: Any, name: str) -> list[Any]:
-    if isinstance(found, Mapping):
-        own = [found[name]] if found.get(name) is not None else []
-        return own + [v for part in found.values() for v in _values(part, name)]
-    return [v for part in found for v in _values(part, name)] if isinstance(found, list) else []
+def _values(part: Any, name: str) -> list[Any]:
+    """Collect every value under a name, at any depth."""
+    if isinstance(part, Mapping):
+        own = [part[name]] if part.get(name) is not None else []
+        return own + [value for inner in part.values() for value in _values(inner, name)]
+    return [value for inner in part for value in _values(inner, name)] if isinstance(part, list) else []
 
 
 def config_of(config: PretrainedConfig) -> dict[str, Any]:
+    """The quantisation part of a configuration, or nothing."""
     for part in (config, config.get_text_config()):
-        found = getattr(part, "quantization_config", None)
-        if found:
-            return found if isinstance(found, dict) else found.to_dict()
+        quantisation = getattr(part, "quantization_config", None)
+        if quantisation:
+            return quantisation if isinstance(quantisation, dict) else quantisation.to_dict()
     return {}
 
 
 def facts_of(folder: Path, config: PretrainedConfig, metadata: Mapping[str, str]) -> Facts:
-    """What a checkpoint's own files say of its quantisation: config.json, or hf_quant_config.json beside it (ModelOpt)."""
-    path, found = folder / "hf_quant_config.json", config_of(config)
-    if found or not path.is_file():
-        return Facts(found, metadata)
+    """Read what a checkpoint's files say of its quantisation: config.json, or hf_quant_config.json beside it (ModelOpt)."""
+    path, quantisation = folder / "hf_quant_config.json", config_of(config)
+    if quantisation or not path.is_file():
+        return Facts(quantisation, metadata)
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        return Facts({"quant_method": "modelopt", **found["quantization"]}, metadata)
+        quantisation = json.loads(path.read_text(encoding="utf-8"))["quantization"]
+        return Facts({"quant_method": "modelopt", **quantisation}, metadata)
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path} cannot be read ({brief(error)}). It is damaged; download it again.") from error
 
@@ -111,23 +113,24 @@ class Stored:
 
 
 def unreadable(name: str, key: str, header: Header, reason: str) -> Stored:
+    """A tensor that cannot be read, and why."""
     return Stored(name, "unknown", (key,), problem=f"{key} is {header} {reason}")
 
 
 def beside(key: str, headers: Headers, *suffixes: str) -> str | None:
-    """The first companion there is, of a linear layer's weight ("x.gate_proj." + suffix) or of a fused parameter
+    """Find the first companion there is, of a linear layer's weight ("x.gate_proj." + suffix) or of a fused parameter
     ("x.gate_up_proj_" + suffix)."""
     stem = key.removesuffix("weight") if key.endswith(".weight") else f"{key}_"
     return next((stem + s for s in suffixes if stem + s in headers), None)
 
 
 def up(values: Tensor, block: int, dim: int, size: int) -> Tensor:
-    """Each value `block` times along `dim`, cut to the weight's size: the last block may be ragged."""
+    """Repeat each value `block` times along `dim`, cut to the weight's size: the last block may be ragged."""
     return values.repeat_interleave(block, dim).narrow(dim, 0, size)
 
 
 def named_groups(g_idx: Tensor, k: int, count: int, key: str) -> Tensor:
-    """The group of each column [k], as a file with act-order names them."""
+    """Check the group of each column [k], as a file with act-order names them."""
     if g_idx.shape != (k,) or int(g_idx.min()) < 0 or int(g_idx.max()) >= count:
         raise CheckpointError(
             f"{key}: its g_idx names groups that are not there. The file is damaged; download it again."
@@ -136,13 +139,13 @@ def named_groups(g_idx: Tensor, k: int, count: int, key: str) -> Tensor:
 
 
 def e8m0(scale: Tensor) -> Tensor:
-    """2^(byte − 127); byte 255 is NaN."""
+    """Decode exponents, 2^(byte − 127); byte 255 is NaN."""
     codes = scale.view(torch.uint8).float()
     return torch.where(codes == 255, torch.nan, torch.exp2(codes - 127))
 
 
 def number(scale: Tensor) -> Tensor:
-    """A factor as fp32, whatever it is stored as; bytes are exponents."""
+    """Turn a factor into fp32, whatever it is stored as; bytes are exponents."""
     return e8m0(scale) if scale.dtype in (torch.uint8, torch.float8_e8m0fnu) else scale.float()
 
 
@@ -150,13 +153,13 @@ _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 def e2m1(packed: Tensor) -> Tensor:
-    """FP4 values of bytes [..., k/2] → [..., k]: the low nibble comes first."""
+    """Decode FP4 bytes [..., k/2] → [..., k]: the low nibble comes first."""
     codes = packed.view(torch.uint8)
     table = torch.tensor([*_E2M1, *(-v for v in _E2M1)], device=codes.device)
     return table[torch.stack((codes & 15, codes >> 4), -1).flatten(-2).int()]
 
 
 def unpacked(words: Tensor, bits: int) -> Tensor:
-    """Unsigned integers of int32 words [..., w] → [..., w · ⌊32/bits⌋], the lowest bits first; none lies across words."""
+    """Unpack int32 words [..., w] → integers [..., w · ⌊32/bits⌋], the lowest bits first; none lies across words."""
     shifts = torch.arange(32 // bits, dtype=torch.int32, device=words.device) * bits
     return (words[..., None] >> shifts & (1 << bits) - 1).flatten(-2)

@@ -7,8 +7,7 @@ from functools import wraps
 from typing import Any
 
 from ...plan.hub import located
-from ...tables.build import automatic_plan_path
-from ...tables.check import check_tables
+from ...tables.build import automatic_plan_path, check_tables
 from . import KEY
 from .settings import Settings, file_hash, unknown_vllm
 from .skipping import CONFIGURED

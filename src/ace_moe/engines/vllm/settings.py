@@ -22,8 +22,7 @@ from ...errors import IntegrationError, OptionError, PlanError, PolicyError, bri
 from ...plan import Lookup, Plan
 from ...plan.hub import load_plan
 from ...policies import AUTO, Policy, choose, policy_for
-from ...tables.build import add_tables, automatic_plan
-from ...tables.check import check_tables
+from ...tables.build import add_tables, automatic_plan, check_tables
 from . import KEY
 
 logger = logging.getLogger("vllm.ace_moe")

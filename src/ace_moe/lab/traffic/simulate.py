@@ -19,7 +19,7 @@ from ...errors import OptionError, PolicyError, TraceError, out_of_reach
 from ...mapping.fit import Histogram
 from ...plan import Plan
 from ...policies import Policy, Routing, TokenPolicy
-from ...tables.check import check_tables
+from ...tables.build import check_tables
 from ..policies.batch import marked
 
 STEPS = 256  # random steps of each size

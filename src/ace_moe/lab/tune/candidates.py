@@ -12,7 +12,7 @@ from ...budget import check_budget
 from ...errors import AceError
 from ...plan import Plan
 from ...policies import Share, TokenPolicy, make
-from ...tables.check import check_tables
+from ...tables.build import check_tables
 
 SCORES = ("share", "share:squared=true", "top_p", "top_p:squared=true", "relative", "fixed", "gsp", "rcr", "ace")
 GAINS = ("none", "kept", "0.95", "1.05", "1.1")
