@@ -58,6 +58,7 @@ class Stream(TextStreamer):
 
 
 def check_prompt(prompt: str, max_new_tokens: int) -> None:
+    """Refuse a prompt without text, or nothing to generate."""
     if not prompt:
         raise OptionError("The prompt is empty. Give the model some text to continue with --prompt.")
     if max_new_tokens < 1:
@@ -69,7 +70,7 @@ def has_template(tokenizer: Any) -> bool:
 
 
 def as_text(tokenizer: Any, messages: Sequence[Message], chat: bool) -> str:
-    """A conversation as the model's chat template writes it, or what was said, one after the other."""
+    """Write a conversation as the model's chat template does, or what was said, one after the other."""
     if not chat:
         return "".join(message["content"] for message in messages)
     try:
@@ -81,7 +82,7 @@ def as_text(tokenizer: Any, messages: Sequence[Message], chat: bool) -> str:
 
 
 def tokens_of(model: PreTrainedModel, tokenizer: Any, text: str, chat: bool = False) -> Tensor:
-    """[1, L]. A chat template has the special tokens in its text already."""
+    """Encode a text: [1, L]. A chat template has the special tokens in its text already."""
     vocabulary = model.get_input_embeddings().num_embeddings
     ids = encode(tokenizer, text, vocabulary, special=not chat).to(model.device)[None]
     if not ids.numel():
@@ -97,17 +98,17 @@ def write(
     max_new_tokens: int,
     say: Callable[[str], object] = lambda piece: None,
 ) -> Written:
-    """The greedy continuation of ids [1, L], told piece by piece."""
+    """Continue ids [1, L] greedily, and say each piece as it comes."""
     stream, start = Stream(tokenizer, say), time.perf_counter()
     mask = torch.ones_like(ids)
-    made = model.generate(ids, attention_mask=mask, max_new_tokens=max_new_tokens, do_sample=False, streamer=stream)
-    new = made[0, ids.shape[1] :]
+    tokens = model.generate(ids, attention_mask=mask, max_new_tokens=max_new_tokens, do_sample=False, streamer=stream)
+    new = tokens[0, ids.shape[1] :]
     text = tokenizer.decode(new, skip_special_tokens=True)
     return Written(text, len(new), stream.times[1] - start, stream.times[-1] - start)
 
 
 def word_by_word(one: str, other: str) -> tuple[Words, Words]:
-    """Both texts as words, each marked as shared or not."""
+    """Split both texts into words, each marked as shared or not."""
     first, second = (re.findall(r"\s*\S+", text) for text in (one, other))
     one_bare, other_bare = ([word.strip() for word in words] for words in (first, second))
     shared: tuple[set[int], set[int]] = (set(), set())
@@ -141,16 +142,16 @@ class Pair:
 def write_pair(
     model: PreTrainedModel, tokenizer: Any, ids: Tensor, ace: ACE, max_new_tokens: int, requested: float
 ) -> Pair:
-    """Both continuations of ids [1, L]. Two tokens in front of each are not timed: first calls build things."""
+    """Write both continuations of ids [1, L]. Two tokens in front of each are not timed: first calls build things."""
     with progress.task("texts", 2 * max_new_tokens) as task:
 
-        def tell(piece: str) -> None:
+        def advance(piece: str) -> None:
             task.advance()
 
         write(model, tokenizer, ids, 2)
-        unskipped = write(model, tokenizer, ids, max_new_tokens, tell)
+        unskipped = write(model, tokenizer, ids, max_new_tokens, advance)
         with ace(model):
             write(model, tokenizer, ids, 2)
             ace.reset()
-            skipped = write(model, tokenizer, ids, max_new_tokens, tell)
+            skipped = write(model, tokenizer, ids, max_new_tokens, advance)
     return Pair(unskipped, skipped, requested, ace.realised)

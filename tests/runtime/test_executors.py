@@ -6,8 +6,8 @@ from transformers.integrations.moe import grouped_mm_experts_forward
 
 import zoo
 from ace_moe.checkpoint.model import MoEModel
-from ace_moe.decider.executors import SENTINELS, choose, compact, kept_alone
-from ace_moe.engines.transformers.experts import on_gpu
+from ace_moe.decider.executors import choose, kept_alone
+from ace_moe.engines.transformers.experts import SENTINELS, Compact, on_gpu
 from ace_moe.errors import IntegrationError, OptionError
 
 TOKENS, K = 11, 4
@@ -41,7 +41,7 @@ def test_the_same_as_with_sentinels(experts, skipped):
         assert not getattr(module, SENTINELS, False), "where no sentinel is left, none is looked for"
         return grouped_mm_experts_forward(module, hidden, ids, gates)
 
-    found = compact(counted, experts, hidden, ids, gates, e)
+    found = Compact()(counted, experts, hidden, ids, gates)
     expected = grouped_mm_experts_forward(experts, hidden, ids, gates)
     assert torch.equal(found, expected) if skipped == 0 else torch.allclose(found, expected, atol=1e-5)
     kept = int((ids < e).sum())
@@ -57,7 +57,7 @@ def test_a_failure_leaves_the_module_as_it_was(experts):
         raise RuntimeError("out of memory")
 
     with pytest.raises(RuntimeError, match="out of memory"):
-        compact(broken, experts, *routed(experts, 0.5), experts.num_experts)
+        Compact()(broken, experts, *routed(experts, 0.5))
     assert getattr(experts, SENTINELS, None) == flag
 
 
@@ -78,23 +78,20 @@ def test_only_where_shapes_may_follow_the_data(experts):
     """On another device, and while a compiler looks on, the stock function gets all slots."""
     hidden, ids, gates = (t.to("meta") for t in routed(experts, 0.5))
     seen = []
-    compact(lambda m, *slots: seen.append(slots[1].shape) or slots[0], experts, hidden, ids, gates, experts.num_experts)
+    Compact()(lambda m, *slots: seen.append(slots[1].shape) or slots[0], experts, hidden, ids, gates)
     assert seen == [(TOKENS, K)]
 
     def step(x, ids, gates):
-        return compact(lambda m, x, ids, gates: x * gates.sum(-1, keepdim=True), experts, x, ids, gates, 0)
+        return Compact()(lambda m, x, ids, gates: x * gates.sum(-1, keepdim=True), experts, x, ids, gates)
 
-    given = torch.ones(3, 2), torch.tensor([[0, 1]] * 3), torch.tensor([[8.0, 1.0]] * 3)
+    given = torch.ones(3, 2), torch.tensor([[experts.num_experts, 1]] * 3), torch.tensor([[8.0, 1.0]] * 3)
     assert torch.compile(step, fullgraph=True, backend="eager")(*given).unique().tolist() == [9.0]
     assert step(*given).unique().tolist() == [1.0]
 
 
 def test_the_first_that_holds_is_chosen_and_the_others_say_why():
-    def made():
-        raise AssertionError("an offer behind the chosen one is not asked")
-
-    runs = type("Runs", (), {"name": "second"})()
-    offers = {"first": lambda: "no GPU", "second": lambda: runs, "third": made}
+    second, third = (type("Runs", (), {"name": name})() for name in ("second", "third"))
+    offers = {"first": "no GPU", "second": second, "third": third}
     chosen = choose(offers)
     assert str(chosen) == "second" and chosen.refused == {"first": "no GPU"}
     assert choose(offers, "second").refused == {"first": "second was asked for"}

@@ -24,7 +24,7 @@ WORKSPACES: dict[torch.device, Tensor] = {}  # not functools.cache, which a comp
 
 
 def workspace(device: torch.device) -> Tensor:
-    """The counters all layers on a device share; made outside of compiled code, or every layer would make its own."""
+    """Return the counters all layers on a device share; made outside of compiled code, or every layer would make its own."""
     if device not in WORKSPACES:
         from ..kernels.attend import workspace as make
 
@@ -33,6 +33,7 @@ def workspace(device: torch.device) -> Tensor:
 
 
 def _one_token(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: dict[str, Any]) -> bool:
+    """Look whether this is one token on a cache, and all of it known to the kernel."""
     if query.device.type not in DEVICES or query.shape[2] != 1:
         return False
     if any(options.get(name) is not None for name in UNKNOWN):

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
+from ..budget import Phase
 from ..engines.transformers import Attachment, attached_to
 from ..engines.transformers.host import hosted, place_experts, settle
 from ..errors import IntegrationError, OptionError, brief
@@ -28,7 +29,7 @@ from .static import StepCache, check
 
 
 def tuned(batch: int, fused: bool = True) -> dict[str, Any]:
-    """Compiler options: kernels may start before the one in front has ended; with one row, products become reductions.
+    """Return compiler options: kernels may start before the one in front has ended; with one row, products become reductions.
 
     `fused`: layers are rewritten first (`fuse`), and such products are ours: there is nothing left that is worth a search.
     """
@@ -44,6 +45,7 @@ def tuned(batch: int, fused: bool = True) -> dict[str, Any]:
 
 
 def _gpu(model: PreTrainedModel) -> torch.device:
+    """Find the GPU that reads experts in host memory."""
     if not torch.cuda.is_available():
         raise IntegrationError(
             "Experts in host memory are for a GPU that is too small for them, and there is none here."
@@ -95,7 +97,7 @@ class Decoder:
 
     @torch.no_grad()
     def prefill(self, ids: Tensor) -> Tensor:
-        """ids [B, S] into an empty cache; logits [B, V] of the next token."""
+        """Read ids [B, S] into an empty cache; returns logits [B, V] of the next token."""
         self._check(ids)
         if hosted(self.model) and attached_to(self.model) is None:
             raise IntegrationError(
@@ -113,7 +115,7 @@ class Decoder:
         return out
 
     def _check(self, ids: Tensor, new_tokens: int = 0) -> None:
-        """Whether there is room for a prompt of this shape and what is to be generated."""
+        """Refuse a prompt that is none, or has no room here with what is to be generated."""
         shape = tuple(ids.shape) if isinstance(ids, Tensor) and not ids.is_floating_point() else type(ids).__name__
         if not isinstance(shape, tuple) or len(shape) != 2:
             raise OptionError(f"A prompt is a tensor of token ids, [batch, tokens]; this is {shape}.")
@@ -137,10 +139,10 @@ class Decoder:
                 "`generate` instead."
             ) from error
 
-    def _phase(self, phase: str) -> AbstractContextManager[None]:
-        """The decoder knows what its tokens are; nothing of it is computed in a step."""
-        found = attached_to(self.model)
-        return nullcontext() if found is None else found.phase(phase)
+    def _phase(self, phase: Phase) -> AbstractContextManager[None]:
+        """Say what the tokens of a pass are, which the decoder knows; nothing of it is computed in a step."""
+        attachment = attached_to(self.model)
+        return nullcontext() if attachment is None else attachment.phase(phase)
 
     def rewind(self, length: int) -> None:
         """Forget what came after the first `length` tokens; with states or windows, after the prompt."""
@@ -158,7 +160,7 @@ class Decoder:
 
     @torch.no_grad()
     def step(self, token: Tensor) -> Tensor:
-        """token [B, 1] → logits [B, V] of the next; the same memory at every step."""
+        """Decode token [B, 1] → logits [B, V] of the next; the same memory at every step."""
         cache = self._filled
         if self.tokens == self.length:
             raise OptionError(f"The cache has room for {self.length} tokens and is full. Make a decoder with more.")
@@ -176,7 +178,7 @@ class Decoder:
         return self.logits
 
     def generate(self, ids: Tensor, new_tokens: int, stop: Sequence[int] | None = None) -> Tensor:
-        """The prompt and at most `new_tokens` more, each the likeliest: [B, S + n].
+        """Return the prompt and at most `new_tokens` more, each the likeliest: [B, S + n].
 
         A sequence ends at a token of `stop` (by default the model's own end tokens) and is padded from there; none are
         looked for where `stop` is empty, and no step then waits for the one before.
@@ -198,35 +200,32 @@ class Decoder:
     def _ends(self, stop: Sequence[int] | None) -> tuple[Tensor, int]:
         """(tokens that end a sequence, token that follows such an end)."""
         known = getattr(self.model, "generation_config", self.model.config)
-        given = known.eos_token_id if stop is None else list(stop)
-        ends = torch.tensor(given if given is not None else [], dtype=torch.long, device=self.model.device).flatten()
+        stop = known.eos_token_id if stop is None else list(stop)
+        ends = torch.tensor([] if stop is None else stop, dtype=torch.long, device=self.model.device).flatten()
         padding = known.pad_token_id if known.pad_token_id is not None else int(ends[0]) if len(ends) else 0
         return ends, padding
 
     def _advance(self, cache: StepCache) -> Tensor:
-        """One step as it is captured: run, and move on by one."""
-        cache.begin(self.batch, self._mask_type())
+        """Run one step as it is captured, and move on by one."""
+        eager = self.model.config._attn_implementation == "eager"  # adds its mask; all others take what is true in it
+        cache.begin(self.batch, self.model.dtype if eager else torch.bool)
         options = {"past_key_values": cache, "position_ids": cache.written.view(1, 1), "attention_mask": cache.mask}
         with self._phase("decode"):
             out = self.model(input_ids=self.token, **options).logits[:, -1]
         cache.written.add_(1)
         return out
 
-    def _mask_type(self) -> torch.dtype:
-        """Eager attention adds its mask, all others take what is true in it."""
-        return self.model.dtype if self.model.config._attn_implementation == "eager" else torch.bool
-
     def _capture(self, cache: StepCache) -> None:
         """Record a step. Warming up writes where the next step will write again, or is rewound, and is not counted."""
         model, before, start = self.model, self.model.config._attn_implementation, int(cache.written)
-        found = attached_to(model)
+        attachment = attached_to(model)
         workspace(model.device)
         if before == "sdpa":  # what else a model was given knows more than SDPA does, such as sinks
             model.set_attn_implementation(self.attention)
         try:
             with (
                 torch.cuda.device(model.device),  # streams are the current GPU's
-                nullcontext() if found is None else found.deciders.uncounted(),
+                nullcontext() if attachment is None else attachment.deciders.uncounted(),
                 compiled_layers(model, cache, **self.options),
                 recording(model),
             ):

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 from torch._subclasses import FakeTensor
 
 from ..kernels import ops  # noqa: F401  the experts' operator
@@ -29,7 +29,7 @@ NARROW = 2  # bytes of a weight up to which a program holds its rows
 
 
 def fuse(graph: fx.Graph) -> None:
-    """In place. Nodes are erased one by one: an unused write into a cache may look dead and is not."""
+    """Rewrite a graph in place. Nodes are erased one by one: an unused write into a cache may look dead and is not."""
     for node in graph.find_nodes(op="call_function", target=RULE):
         take_router(graph, node)
     for linears in _siblings(graph):
@@ -45,29 +45,27 @@ def fuse(graph: fx.Graph) -> None:
 
 
 def _siblings(graph: fx.Graph) -> list[list[fx.Node]]:
-    """Products of the same token, or of the same few, with matrices of the layer."""
+    """Group products of the same token, or of the same few, with matrices of the layer."""
     groups: dict[fx.Node, list[fx.Node]] = {}
     for node in graph.find_nodes(op="call_function", target=LINEAR):
-        x, weight = value(node.args[0]), node.args[1]
+        x, matrix = value(node.args[0]), node.args[1]
         few = x.numel() <= FEW * x.shape[-1] and x.shape[-1] <= DEEPEST and x.element_size() <= NARROW
-        if few and weight.op == "placeholder" and _is_plain(value(weight), x.dtype):
+        if not few or matrix.op != "placeholder":
+            continue
+        weight = value(matrix)  # not packed, which a class of its own shows, nor strided
+        if isinstance(weight, FakeTensor) and weight.dtype == x.dtype and weight.is_contiguous():
             groups.setdefault(source(node.args[0]), []).append(node)
     return list(groups.values())
 
 
-def _is_plain(weight: Tensor, dtype: torch.dtype) -> bool:
-    """Not packed, which a class of its own shows, nor strided."""
-    return isinstance(weight, FakeTensor) and weight.dtype == dtype and weight.is_contiguous()
-
-
 def _join(graph: fx.Graph, linears: list[fx.Node]) -> None:
-    """One operator for them all, with the norm in front; of one alone the sum behind as well."""
-    given = source(linears[0].args[0])  # type: ignore[arg-type]
-    norm = norm_of(given)
+    """Put one operator in place of them all, with the norm in front; of one alone the sum behind as well."""
+    entry = source(linears[0].args[0])  # type: ignore[arg-type]
+    norm = norm_of(entry)
     alone = norm is None and len(linears) == 1 and _bias(linears[0]) is None
     total, other = _sum_of(linears[0]) if alone else (None, None)
-    with graph.inserting_before(given.next if norm else total or linears[0]):
-        x = flat(graph, norm.x if norm else given)
+    with graph.inserting_before(entry.next if norm else total or linears[0]):
+        x = flat(graph, norm.x if norm else entry)
         options = norm.options() if norm else {"add": flat(graph, other)} if other else {}
         matrices = [linear.args[1] for linear in linears]
         both = new(graph, value(x), GEMV, x, matrices, **options)
@@ -79,16 +77,16 @@ def _join(graph: fx.Graph, linears: list[fx.Node]) -> None:
                 _stand_for(graph, part, total, linear)
     for linear in linears:
         erase(graph, linear)
-    if norm and given.users:  # others need it too
+    if norm and entry.users:  # others need it too
         both.kwargs = {**both.kwargs, "keep": True}
         with graph.inserting_after(both):
             kept = new(graph, value(x), operator.getitem, both, 1)
         with graph.inserting_after(kept):
-            given.replace_all_uses_with(new(graph, value(given), "reshape", kept, tuple(value(given).shape)))
+            entry.replace_all_uses_with(new(graph, value(entry), "reshape", kept, tuple(value(entry).shape)))
 
 
 def _parts(graph: fx.Graph, y: fx.Node, linears: list[fx.Node]) -> Iterator[fx.Node]:
-    """Each product's own part of them all, in its own shape."""
+    """Yield each product's own part of them all, in its own shape."""
     first = 0
     for linear in linears:
         like, last = value(linear), first + value(linear).numel()
@@ -103,7 +101,7 @@ def _bias(linear: fx.Node) -> Any:
 
 
 def _sum_of(node: fx.Node) -> tuple[fx.Node, fx.Node] | tuple[None, None]:
-    """(the sum that alone needs this result, or a view of it; what it is added to)."""
+    """Find (the sum that alone needs this result, or a view of it; what it is added to)."""
     part = node
     while len(part.users) == 1 and is_view(user := next(iter(part.users))):
         part = user
@@ -129,7 +127,7 @@ def _stand_for(graph: fx.Graph, y: fx.Node, total: fx.Node, node: fx.Node) -> No
 
 
 def _add_to(graph: fx.Graph, experts: fx.Node) -> None:
-    """What the experts' result alone is added to becomes theirs to add."""
+    """Have the experts add what their result alone is added to."""
     total, other = _sum_of(experts)
     if total is None or other is None:
         return

@@ -27,12 +27,12 @@ class Turned(NamedTuple):
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        """What query and key must have in common."""
+        """Name what query and key must have in common."""
         return (*self.angles, self.norm and self.norm[2:])
 
 
 def take_token(graph: fx.Graph, node: fx.Node) -> None:
-    """In place, where the cache is written once and all that is done to the token is known; else nothing is changed."""
+    """Rewrite in place, where the cache is written once and all that is done to the token is known; else change nothing."""
     query, keys, values, *rest = node.args
     writes = [_write_of(cache) for cache in (keys, values)]
     if None in writes or value(query).shape[-1] % 2:
@@ -47,20 +47,20 @@ def take_token(graph: fx.Graph, node: fx.Node) -> None:
         heads = [flat(graph, t.heads, batch) for t in (q, k, v)]
         options = {"eps": q.norm.eps, "plus": q.norm.plus, "rounded": q.norm.rounded} if q.norm else {}
         scales = {"q_scale": q.norm.scale, "k_scale": k.norm.scale} if q.norm and k.norm else {}
-        given = (*heads, *q.angles, keys, values, place, *rest)
-        node.replace_all_uses_with(new(graph, value(node), ATTEND_TOKEN, *given, **scales, **options))
+        arguments = (*heads, *q.angles, keys, values, place, *rest)
+        node.replace_all_uses_with(new(graph, value(node), ATTEND_TOKEN, *arguments, **scales, **options))
     for gone in (node, *writes):
         graph.erase_node(gone)  # type: ignore[arg-type]
 
 
 def _write_of(cache: Any) -> fx.Node | None:
-    """The only write into a cache before it is attended to."""
-    found = [user for user in cache.users if user.op == "call_method" and user.target == "index_copy_"]
-    return found[0] if len(found) == 1 and len(cache.users) == 2 and found[0].args[1] == 2 else None
+    """Find the only write into a cache before it is attended to."""
+    writes = [user for user in cache.users if user.op == "call_method" and user.target == "index_copy_"]
+    return writes[0] if len(writes) == 1 and len(cache.users) == 2 and writes[0].args[1] == 2 else None
 
 
 def _turned(node: Any, angles: int = 2) -> Turned | None:
-    """What became this node [B, H, 1, D], if it was only turned by two angles' functions, or by none."""
+    """Find what became this node [B, H, 1, D], if it was only turned by two angles' functions, or by none."""
     nodes, inputs = of_module(node)
     if not tensors(inputs):
         return None
@@ -68,11 +68,11 @@ def _turned(node: Any, angles: int = 2) -> Turned | None:
     others = [n for n in inputs if n not in wide]
     if len(wide) != 1 or len(others) != angles or {value(n).shape[-1] for n in others} - {value(node).shape[-1]}:
         return None
-    given = drawn(inputs)
-    if (found := evaluate(nodes, given)) is None:
+    values = drawn(inputs)
+    if (result := evaluate(nodes, values)) is None:
         return None
     for order in (others, others[::-1]):
-        if equal(_turn(given[wide[0]], found.shape, *(given[n] for n in order)), found) > NEARLY_ALL:
+        if equal(_turn(values[wide[0]], result.shape, *(values[n] for n in order)), result) > NEARLY_ALL:
             norm = norm_of(wide[0]) if angles else None
             own = norm is not None and value(norm.scale).shape[0] == value(node).shape[-1]
             return Turned(norm.x, norm, tuple(order)) if norm and own else Turned(wide[0], None, tuple(order))
@@ -80,7 +80,7 @@ def _turned(node: Any, angles: int = 2) -> Turned | None:
 
 
 def _turn(heads: Tensor, shape: torch.Size, *angles: Tensor) -> Tensor:
-    """As transformers does it: the first half of a head against its second. [B, H, 1, D]."""
+    """Turn heads as transformers does it, the first half of a head against its second: [B, H, 1, D]."""
     x = heads.reshape(shape[0], shape[2], shape[1], shape[3]).transpose(1, 2)
     if not angles:
         return x

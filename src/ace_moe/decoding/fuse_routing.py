@@ -25,7 +25,7 @@ PRODUCTS = (operator.mul, operator.imul, torch.mul, "mul", "mul_")
 
 
 class Router(NamedTuple):
-    """What the kernel is told: the logits, how they become gates, and the vectors of E numbers that go into that."""
+    """A router as the kernel runs it: the logits, how they become gates, and the vectors of E numbers that go into that."""
 
     logits: fx.Node
     kind: TopK
@@ -34,22 +34,22 @@ class Router(NamedTuple):
 
 
 def take_router(graph: fx.Graph, rule: fx.Node) -> None:
-    """In place, where the rule's ids and gates come from a router that is known; else nothing is changed."""
+    """Rewrite in place, where the rule's ids and gates come from a router that is known; else change nothing."""
     ids, gates, *common, voting, _ = rule.args
-    found = router_of(ids, gates)
-    if found is None:
+    router = router_of(ids, gates)
+    if router is None:
         return
-    options = {name: node for name, node in (("bias", found.bias), ("scale", found.scale)) if node is not None}
+    options = {name: node for name, node in (("bias", router.bias), ("scale", router.scale)) if node is not None}
     types = value(gates).dtype, value(ids).dtype
     with graph.inserting_before(rule):
-        logits = flat(graph, found.logits, value(ids).shape[0])
-        both = new(graph, rule.meta["example_value"], ROUTE, logits, *common, *found.kind, *types, voting, **options)
+        logits = flat(graph, router.logits, value(ids).shape[0])
+        both = new(graph, rule.meta["example_value"], ROUTE, logits, *common, *router.kind, *types, voting, **options)
     rule.replace_all_uses_with(both)
     graph.erase_node(rule)
 
 
 def router_of(ids: Any, gates: Any) -> Router | None:
-    """The router whose choice these nodes [T, k] are: of one product's result and at most two vectors."""
+    """Find the router whose choice these nodes [T, k] are: of one product's result and at most two vectors."""
     nodes, inputs = behind([ids, gates], lambda n: n.op == "placeholder" or n.target is LINEAR)
     if not tensors(inputs):
         return None
@@ -75,22 +75,22 @@ class Trial(NamedTuple):
 
 
 def _tried(nodes: list[fx.Node], inputs: list[fx.Node], results: tuple[fx.Node, fx.Node], seed: int) -> Trial | None:
-    """None where the code cannot be tried."""
+    """Try a router's own code on random values; None where that cannot be done."""
     draw = torch.Generator().manual_seed(seed)
     given = {n: _drawn(value(n), draw) for n in inputs}
-    found = [evaluate(nodes[: nodes.index(result) + 1], given) for result in results]
-    return None if found[0] is None or found[1] is None else Trial(given, found[0], found[1])
+    ids, gates = (evaluate(nodes[: nodes.index(result) + 1], given) for result in results)
+    return None if ids is None or gates is None else Trial(given, ids, gates)
 
 
 def _drawn(like: Tensor, draw: torch.Generator) -> Tensor:
-    """Random values, none of them twice in a row: among equals any may be chosen."""
+    """Draw random values, none of them twice in a row: among equals any may be chosen."""
     pool = torch.randn(16 * like.shape[-1], generator=draw).to(like.dtype).unique()
     rows = [pool[torch.randperm(len(pool), generator=draw)[: like.shape[-1]]] for _ in range(like[..., 0].numel())]
     return torch.stack(rows).view(like.shape)
 
 
 def _ways(logits: fx.Node, vectors: list[fx.Node], top_k: int, factors: list[float]) -> Iterator[Router]:
-    """Every way there might be; a vector is one that experts are chosen by or one that gates are scaled by."""
+    """Yield every way there might be; a vector is one that experts are chosen by or one that gates are scaled by."""
     roles = [pair for pair in permutations([*vectors, None, None], 2) if set(vectors) <= set(pair)]
     kinds = product((False, True), (True, False), factors)
     for (bias, scale), (sigmoid, normalise, times) in product(dict.fromkeys(roles), kinds):
@@ -98,16 +98,16 @@ def _ways(logits: fx.Node, vectors: list[fx.Node], top_k: int, factors: list[flo
 
 
 def _agree(way: Router, trial: Trial) -> bool:
+    """Compare a way with what the router's own code chose."""
     logits = trial.given[way.logits].reshape(trial.ids.shape[0], -1)
     bias, scale = (None if n is None else trial.given[n].flatten() for n in (way.bias, way.scale))
-    (ids, gates), (own, found) = (
-        _by_expert(*both) for both in (reference(way.kind, logits, bias, scale), (trial.ids, trial.gates.float()))
-    )
+    ids, gates = _by_expert(*reference(way.kind, logits, bias, scale))
+    own_ids, own_gates = _by_expert(trial.ids, trial.gates.float())
     near = 1e-5 if trial.gates.dtype == torch.float32 else 1e-2  # rounded in other places
-    return torch.equal(ids, own) and torch.allclose(gates, found, rtol=near, atol=0)
+    return torch.equal(ids, own_ids) and torch.allclose(gates, own_gates, rtol=near, atol=0)
 
 
 def _by_expert(ids: Tensor, gates: Tensor) -> tuple[Tensor, Tensor]:
-    """Slots in the order of their experts: routers give them in any."""
+    """Put slots in the order of their experts: routers give them in any."""
     order = ids.argsort(-1)
     return ids.gather(-1, order), gates.gather(-1, order)

@@ -25,7 +25,7 @@ NUMBERS = ("layer_idx", "key")  # what tells a layer from its neighbours and dec
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
-    """The list of decoder layers, one after the other."""
+    """Find the list of decoder layers."""
     decoder = model.get_decoder() or model
     count = model.config.get_text_config(decoder=True).num_hidden_layers
     lists = [m for m in decoder.children() if isinstance(m, nn.ModuleList) and len(m) == count]
@@ -37,7 +37,7 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
 
 
 def build_of(layer: nn.Module) -> tuple[Any, ...]:
-    """What code a layer runs: its modules' types, shapes and settings, but for its number."""
+    """Describe the code a layer runs: its modules' types, shapes and settings, but for its number."""
     modules = []
     for name, module in layer.named_modules():
         plain = {k: v for k, v in vars(module).items() if isinstance(v, (bool, int, float, str))}
@@ -54,7 +54,7 @@ def _call(layer: nn.Module, args: tuple[Any, ...], options: Options) -> Any:
 
 
 def _compiled(number: int, options: Options) -> Callable[..., Any]:
-    """A compiled call with code of its own: guards on modules are dropped, so two builds may not share a code object."""
+    """Compile a call with code of its own: guards on modules are dropped, so two builds may not share a code object."""
     code = _call.__code__.replace(co_name=f"layer_build_{number}")
     function = FunctionType(code, _call.__globals__, code.co_name)
     drop = torch.compiler.skip_guard_on_all_nn_modules_unsafe
@@ -65,7 +65,7 @@ def _compiled(number: int, options: Options) -> Callable[..., Any]:
 def compiled_layers(
     model: PreTrainedModel, cache: StepCache | None = None, compiled: bool = True, **options: Any
 ) -> Iterator[None]:
-    """Within, each layer's forward is compiled, if that is asked, and with a `cache` remembers in its own part of that."""
+    """Compile each layer's forward for a while, if that is asked, and with a `cache` let it remember in its own part of that."""
     check(model)
     layers, calls = decoder_layers(model), dict[tuple[Any, ...], Callable[..., Any]]()
     around = _around(model, layers) if compiled else []
@@ -87,7 +87,7 @@ def compiled_layers(
 
 @contextmanager
 def recording(model: PreTrainedModel) -> Iterator[None]:
-    """What a compiler or a CUDA graph has against a model becomes an error of ours."""
+    """Raise an error of ours for what a compiler or a CUDA graph has against a model."""
     try:
         yield
     except torch.OutOfMemoryError:
@@ -100,7 +100,7 @@ def recording(model: PreTrainedModel) -> Iterator[None]:
 
 
 def _around(model: PreTrainedModel, layers: nn.ModuleList) -> list[nn.Module]:
-    """The small modules beside the layers: the last norm, the rotary angles."""
+    """List the small modules beside the layers: the last norm, the rotary angles."""
     parent = next(m for m in model.modules() if any(child is layers for child in m.children()))
     return [m for m in parent.children() if not list(m.children()) and not isinstance(m, nn.Embedding)]
 
@@ -118,16 +118,16 @@ def _forward(layer: nn.Module, call: Callable[..., Any], cache: StepCache | None
 def _own(
     layer: nn.Module, args: tuple[Any, ...], options: Options, cache: StepCache, view: View
 ) -> tuple[tuple[Any, ...], Options]:
-    """The layer's own view in place of the cache, and its own mask in place of the longest, under whatever name."""
+    """Put the layer's own view in place of the cache, and its own mask in place of the longest, under whatever name."""
     windowed = isinstance(view, Attended) and view.room < cache.length
     if windowed and not any(x is cache.mask for x in (*args, *options.values())):
         raise IntegrationError(
             f"{type(layer).__name__} attends to a window by a mask of its own; decode this model with `generate` instead."
         )
 
-    def own(given: Any) -> Any:
-        if given is cache:
+    def own(argument: Any) -> Any:
+        if argument is cache:
             return view
-        return cache.masks[view.room] if isinstance(view, Attended) and given is cache.mask else given
+        return cache.masks[view.room] if isinstance(view, Attended) and argument is cache.mask else argument
 
     return tuple(map(own, args)), {name: own(value) for name, value in options.items()}

@@ -15,26 +15,26 @@ def value(node: Any) -> Tensor:
 
 
 def tensors(nodes: Iterable[fx.Node]) -> bool:
-    """Whether all are, and have a last dimension."""
-    found = [n.meta.get("example_value") for n in nodes]
-    return all(isinstance(v, Tensor) and v.dim() > 0 for v in found)
+    """Look whether all values are tensors with a last dimension."""
+    values = [n.meta.get("example_value") for n in nodes]
+    return all(isinstance(v, Tensor) and v.dim() > 0 for v in values)
 
 
 def new(graph: fx.Graph, like: Tensor, target: Any, *args: Any, **options: Any) -> fx.Node:
-    """A node with the example value later ones look at."""
+    """Add a node with the example value later ones look at."""
     node = graph.call_method(target, args) if isinstance(target, str) else graph.call_function(target, args, options)
     node.meta["example_value"] = like
     return node
 
 
 def flat(graph: fx.Graph, node: fx.Node, tokens: int = -1) -> fx.Node:
-    """As [tokens, width]; the last dimension stays where no number of tokens is given."""
+    """View a node as [tokens, width]; the last dimension stays where no number of tokens is given."""
     shape = (-1, value(node).shape[-1]) if tokens < 0 else (tokens, -1)
     return new(graph, value(node).reshape(shape), "reshape", node, shape)
 
 
 def erase(graph: fx.Graph, node: fx.Node) -> None:
-    """And the views it was made of, where nothing else needs them."""
+    """Erase a node, and the views it was made of where nothing else needs them."""
     above = node.args[0]
     graph.erase_node(node)
     if isinstance(above, fx.Node) and is_view(above) and not above.users:
@@ -47,14 +47,14 @@ def is_view(node: fx.Node) -> bool:
 
 
 def source(node: fx.Node) -> fx.Node:
-    """What a node is a view of."""
+    """Find what a node is a view of."""
     while is_view(node):
         node = node.args[0]  # type: ignore[assignment]
     return node
 
 
 def of_module(node: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
-    """(what the innermost module that made a node computed for it, in order; what went into that)."""
+    """Find (what the innermost module that made a node computed for it, in order; what went into that)."""
 
     def inner(n: fx.Node) -> Any:
         return None if n.op == "placeholder" else next(reversed(n.meta.get("nn_module_stack") or {None: None}))
@@ -63,7 +63,7 @@ def of_module(node: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
 
 
 def behind(ends: Sequence[fx.Node], given: Callable[[fx.Node], bool]) -> tuple[list[fx.Node], list[fx.Node]]:
-    """(what was computed for these nodes, in order; what went into that, where a node counts as given)."""
+    """Find (what was computed for these nodes, in order; what went into that, where a node counts as given)."""
     nodes: set[fx.Node] = set()
     inputs: dict[fx.Node, None] = {}
 
@@ -81,19 +81,19 @@ def behind(ends: Sequence[fx.Node], given: Callable[[fx.Node], bool]) -> tuple[l
 
 
 def _writes(user: fx.Node, node: fx.Node) -> bool:
-    """Whether it changes the node's value where it is, and so belongs to it though nothing may use its own."""
+    """Look whether a user changes the node's value where it is, and so belongs to it though nothing may use its own."""
     return user.op == "call_method" and str(user.target).endswith("_") and user.args[0] is node
 
 
 def evaluate(nodes: Iterable[fx.Node], given: dict[fx.Node, Tensor]) -> Tensor | None:
-    """The last one's value, from values of what goes into them; None where they cannot be tried without the model."""
+    """Compute the last node's value from values of what goes into them; None where that takes the model."""
     values: dict[fx.Node, Any] = dict(given)
-    found = None
+    result = None
     for n in nodes:
         args, options = fx.map_arg((n.args, n.kwargs), values.__getitem__)
         try:
             target: Any = getattr(args[0], str(n.target)) if n.op == "call_method" else n.target
-            found = values[n] = target(*(args[1:] if n.op == "call_method" else args), **options)
+            result = values[n] = target(*(args[1:] if n.op == "call_method" else args), **options)
         except Exception:  # an operator of whatever kind, on values made up for it
             return None
-    return found
+    return result

@@ -32,7 +32,7 @@ class Norm(NamedTuple):
 
 
 def norm_of(node: fx.Node) -> Norm | None:
-    """The RMS norm whose result this node is: of one input and one vector, and on random values what one of the kinds gives."""
+    """Find the RMS norm that a node is the result of: one input, one vector, and one of the kinds on random values."""
     nodes, inputs = of_module(node)
     if not tensors(inputs):
         return None
@@ -45,21 +45,21 @@ def norm_of(node: fx.Node) -> Norm | None:
     if scale.op != "placeholder":  # kernels read a scale before they wait: nobody may be writing it
         return None
     given = drawn([x, scale])
-    found = evaluate(nodes, given)
-    if found is None:
+    result = evaluate(nodes, given)
+    if result is None:
         return None
     kinds = [Norm(x, scale, eps, plus, rounded) for plus in (False, True) for rounded in (True, False)]
-    same = [equal(kind.reference(given[x], given[scale]), found) for kind in kinds]
+    same = [equal(kind.reference(given[x], given[scale]), result) for kind in kinds]
     best = max(range(len(kinds)), key=same.__getitem__)
     return kinds[best] if same[best] > NEARLY_ALL else None
 
 
 def drawn(nodes: list[fx.Node]) -> dict[fx.Node, Tensor]:
-    """Random values of their shapes and types."""
+    """Draw random values of the nodes' shapes and types."""
     draw = torch.Generator().manual_seed(0)
     return {n: torch.randn(value(n).shape, generator=draw).to(value(n).dtype) for n in nodes}
 
 
 def equal(a: Tensor, b: Tensor) -> float:
-    """The part of values that are the same."""
+    """Return the part of values that are the same."""
     return float((a == b).float().mean())

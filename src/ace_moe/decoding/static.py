@@ -35,7 +35,7 @@ class Attended:
         return self.keys, self.values
 
     def fill(self, layer: Any, tokens: int) -> None:
-        """From a prompt's cache, which may have let go of what lies before the window."""
+        """Copy from a prompt's cache, which may have let go of what lies before the window."""
         held = layer.keys.shape[2]
         places = torch.arange(tokens - held, tokens, device=self.keys.device) % self.room
         self.keys.index_copy_(2, places, layer.keys)
@@ -66,7 +66,7 @@ class Recurrent(Cache):
 
 
 def _clones(states: dict[int, Tensor | None]) -> dict[int, Tensor | None]:
-    """New tensors: transformers marks its own as static, and a compiler would then make code for each of them."""
+    """Copy states: transformers marks its own tensors as static, and a compiler would then make code for each of them."""
     return {number: None if x is None else x.clone() for number, x in states.items()}
 
 
@@ -101,11 +101,11 @@ class StepCache:
 
     @property
     def forgets(self) -> bool:
-        """Whether a step overwrites what cannot be computed back: a state, or the oldest token of a window."""
+        """True if a step overwrites what cannot be computed back: a state, or the oldest token of a window."""
         return any(isinstance(v, Recurrent) or (v is not None and v.room < self.length) for v in self.layers)
 
     def fill(self, prompt: DynamicCache, tokens: int) -> None:
-        """The prompt's memory; it is held on to where a rewind will need it again."""
+        """Take over the prompt's memory, and hold on to it where a rewind will need it again."""
         self.prompt, self.filled = prompt if self.forgets else None, tokens
         for view, layer in zip(self.layers, prompt.layers, strict=True):
             if view is not None:
@@ -124,21 +124,18 @@ class StepCache:
         self.written.fill_(length)
 
     def begin(self, batch: int, dtype: torch.dtype = torch.bool) -> None:
-        """Before a step: where its token goes, and what it sees. Masks are true, or of another type 0, where a token is seen."""
+        """Say where a step's token goes, and what it sees: masks are true, or of another type 0, where a token is seen."""
         for room in {self.length, *self.places}:
-            seen = torch.arange(room, device=self.written.device) <= self.written
-            mask = (
-                seen
-                if dtype == torch.bool
-                else torch.zeros(room, device=seen.device, dtype=dtype).masked_fill(~seen, -torch.inf)
-            )
+            mask = torch.arange(room, device=self.written.device) <= self.written
+            if dtype != torch.bool:
+                mask = torch.zeros(room, device=mask.device, dtype=dtype).masked_fill(~mask, -torch.inf)
             self.masks[room] = mask.expand(batch, 1, 1, -1)
         for room, place in self.places.items():
             place.copy_(self.written % room)
 
     @property
     def mask(self) -> Tensor:
-        """What a model is given: the mask of all tokens. Layers that see fewer get their own in its place."""
+        """The mask of all tokens, which a model is given. Layers that see fewer get their own in its place."""
         return self.masks[self.length]
 
     # ---- what a model may ask of a cache before its layers ---------------------------------------------------------

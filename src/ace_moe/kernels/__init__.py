@@ -11,13 +11,13 @@ AMPERE = (8, 0)
 
 
 def without_triton() -> str:
-    """Empty if it is there."""
+    """Say that Triton is missing; empty if it is there."""
     return "" if find_spec("triton") is not None else "Triton is not installed"
 
 
 @cache
 def foreign(device: torch.device) -> str:
-    """Why nothing here can run on this GPU; empty if it can, and for what is no GPU."""
+    """Say why nothing here can run on this GPU; empty if it can, and for what is not a GPU."""
     if device.type != "cuda":
         return ""
     if torch.version.hip is not None:  # whose GPUs go by the same name
@@ -28,4 +28,5 @@ def foreign(device: torch.device) -> str:
 
 
 def usable(device: torch.device) -> bool:
+    """Look whether this is a GPU the kernels run on."""
     return device.type == "cuda" and not foreign(device)

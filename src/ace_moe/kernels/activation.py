@@ -19,7 +19,7 @@ class Activation(NamedTuple):
 
 
 def reference(activation: Activation, gate: Tensor, up: Tensor | None) -> Tensor:
-    """The same arithmetic as the kernels', in torch. gate [.., m]; up is None for experts without a gate."""
+    """Compute what the kernels do, in torch: gate and up [.., m] → [.., m]; up is None for experts without a gate."""
     kind, alpha, limit = activation
     if up is None:
         return torch.relu(gate).square()
@@ -31,7 +31,7 @@ def reference(activation: Activation, gate: Tensor, up: Tensor | None) -> Tensor
 
 
 def recognise(module: nn.Module) -> Activation | None:
-    """The activation whose arithmetic equals the module's on a grid of small and large values, or None."""
+    """Find the activation whose arithmetic equals the module's on a grid of small and large values, or None."""
     grid = torch.linspace(-12, 12, 97, dtype=torch.float32)
     gate, up = torch.meshgrid(grid, grid, indexing="ij")
     gate, up = gate.reshape(1, -1), up.reshape(1, -1)
@@ -39,19 +39,17 @@ def recognise(module: nn.Module) -> Activation | None:
         candidate = Activation(RELU_SQUARED)
         return candidate if _agree(module.act_fn(gate), reference(candidate, gate, None)) else None  # type: ignore[operator]
     fused = torch.cat([gate, up], -1) if module.is_concatenated else torch.stack([gate, up], -1).flatten(-2)
-    found = module._apply_gate(fused)  # type: ignore[operator]
-    limits = {
-        0.0,
-        *(float(v) for n in ("limit", "swiglu_limit") if isinstance(v := getattr(module, n, None), (int, float))),
-    }
+    result = module._apply_gate(fused)  # type: ignore[operator]
+    settings = (getattr(module, name, None) for name in ("limit", "swiglu_limit"))
+    limits = {0.0, *(float(limit) for limit in settings if isinstance(limit, (int, float)))}
     alpha = float(getattr(module, "alpha", None) or getattr(module, "swiglu_alpha", None) or 1.702)
     for limit in sorted(limits):
         for kind, factor in ((SILU, 1.0), (GELU_TANH, 1.0), (SWIGLU_OAI, alpha)):
             candidate = Activation(kind, factor, limit)
-            if _agree(found, reference(candidate, gate, up)):
+            if _agree(result, reference(candidate, gate, up)):
                 return candidate
     return None
 
 
-def _agree(found: Tensor, expected: Tensor) -> bool:
-    return found.shape == expected.shape and torch.allclose(found.float(), expected, rtol=1e-5, atol=1e-5)
+def _agree(result: Tensor, expected: Tensor) -> bool:
+    return result.shape == expected.shape and torch.allclose(result.float(), expected, rtol=1e-5, atol=1e-5)

@@ -16,12 +16,13 @@ TILE = 64  # positions
 
 
 def workspace(device: torch.device) -> Tensor:
-    """The arrival counters `attend` needs; zero before and after every call, so all layers share them."""
+    """Make the arrival counters `attend` needs; zero before and after every call, so all layers share them."""
     return torch.zeros(PAIRS, dtype=torch.int32, device=device)
 
 
 def split(positions: int, pairs: int, row: int = 256) -> tuple[int, int, int]:
-    """(programs per key head, positions for each, positions of a tile): about two programs for each of 132 multiprocessors.
+    """Divide into (programs per key head, positions for each, positions of a tile): about two programs for each of 132
+    multiprocessors.
 
     A program that can fetches all it has to read at once; `row` are the bytes of a position.
     """
@@ -35,7 +36,7 @@ def split(positions: int, pairs: int, row: int = 256) -> tuple[int, int, int]:
 
 @torch.library.custom_op("ace_moe::attend", mutates_args=())  # `arrived` is zero before and after
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, arrived: Tensor, scale: float) -> Tensor:
-    """q [B, H·G, 1, D], k and v [B, H, S, D], mask [B, 1, 1, S] bool → [B, 1, H·G, D]."""
+    """Attend: q [B, H·G, 1, D], k and v [B, H, S, D], mask [B, 1, 1, S] bool → [B, 1, H·G, D]."""
     token = [q] * 7, [0] * 3, {"TOKEN": False, "NORM": False, "PLUS": False, "ROUNDED": False}
     return _launch(q, q.shape[1], q.stride(1), k, v, mask, arrived, scale, 0.0, *token)
 
@@ -46,7 +47,7 @@ def attend_token(
     mask: Tensor | None, arrived: Tensor, scale: float, q_scale: Tensor | None = None, k_scale: Tensor | None = None,
     eps: float = 0.0, plus: bool = False, rounded: bool = False,
 ) -> Tensor:  # fmt: skip
-    """The token's own q [B, H·G·D], k and v [B, H·D] as their products gave them → [B, 1, H·G, D].
+    """Attend with the token's own q [B, H·G·D], k and v [B, H·D] as their products gave them → [B, 1, H·G, D].
 
     Queries and keys are normed where they have scales [D] and turned by cos and sin [1 or B, 1, D]; key and value go to `place`
     [1] of the caches keys and values [B, H, S, D], which are then attended to.
@@ -56,8 +57,8 @@ def attend_token(
     steps = [k.stride(0), v.stride(0), 0 if cos.shape[0] == 1 else cos.stride(0)]
     kind = {"TOKEN": True, "NORM": q_scale is not None, "PLUS": plus, "ROUNDED": rounded}
     width = keys.shape[3]
-    given = [k, v, *scales, cos, sin, place], steps, kind
-    return _launch(q, q.shape[1] // width, width, keys, values, mask, arrived, scale, eps, *given)
+    token = [k, v, *scales, cos, sin, place], steps, kind
+    return _launch(q, q.shape[1] // width, width, keys, values, mask, arrived, scale, eps, *token)
 
 
 def _launch(

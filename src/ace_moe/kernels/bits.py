@@ -13,7 +13,7 @@ ROWS = 32  # tokens of a program
 
 
 def packed(ids: Tensor, gates: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """ids, gates [T, k] with −1 at skipped slots → the ids as int16, gates as bf16 with −1 there, and [T, words] of bits."""
+    """Pack ids, gates [T, k] with −1 at skipped slots → the ids as int16, gates as bf16 with −1 there, and [T, words] of bits."""
     (tokens, k), columns = ids.shape, cdiv(experts, WORD)
     short, scaled = torch.empty_like(ids, dtype=torch.int16), torch.empty_like(gates, dtype=torch.bfloat16)
     bits = torch.empty(tokens, columns, dtype=torch.uint32, device=ids.device)

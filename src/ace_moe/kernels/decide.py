@@ -28,7 +28,7 @@ class Rule(NamedTuple):
     weighed: bool = False  # whether a factor is applied
 
     def __str__(self) -> str:
-        """As an operator takes it: operators have no records among their arguments."""
+        """Write a rule as an operator takes it: operators have no records among their arguments."""
         f = self.form
         constants = (len(f.tables), f.fusion, f.power, f.norm, int(f.cumulative), self.gain, self.min_active)
         return "|".join(map(str, (*constants, self.min_mass, int(self.weighed))))
@@ -36,7 +36,7 @@ class Rule(NamedTuple):
 
 @lru_cache(maxsize=256)
 def constants(rule: str) -> dict[str, int | float | bool]:
-    """The kernels' constants of `str(Rule(…))`."""
+    """Read the kernels' constants from `str(Rule(…))`."""
     views, fusion, power, norm, cumulative, gain, min_active, min_mass, weighed = rule.split("|")
     return {
         "VIEWS": int(views), "FUSION": FUSIONS.index(fusion), "POWER": int(power), "NORM": NORMS.index(norm),
@@ -50,12 +50,13 @@ ALONE = 2048  # slots up to which every program of the second launch looks at al
 
 
 def _views(tables: list[Tensor], stand_in: Tensor) -> tuple[Tensor, Tensor]:
+    """Return two tables, or stand-ins that are never read."""
     first, second, *_ = [*tables, stand_in, stand_in]
     return first, second
 
 
 def _vote(voting: Sequence[Tensor], stand_in: Tensor, slots: int) -> tuple[Tensor, Tensor, int]:
-    """(free rows, reads, VOTE)."""
+    """Return (free rows, reads, VOTE)."""
     if not voting:
         return stand_in, stand_in, 0
     free, reads = voting
@@ -66,7 +67,7 @@ def launch_rule(
     ids: Tensor, gates: Tensor, rows: Tensor, tau: Tensor, factor: Tensor, tables: list[Tensor], counts: Tensor, mark: int,
     rule: str, voting: Sequence[Tensor] = (), experts: int = 1,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """ids, gates [T, k], rows [T], τ [R] → ids, gates for the experts, `mark` at skipped slots; counts [R, 3] grow.
+    """Decide: ids, gates [T, k], rows [T], τ [R] → ids, gates for the experts, `mark` at skipped slots; counts [R, 3] grow.
 
     `voting`, if slots are restored: the rows that get them, [R] int8, and reads [2, 2], which grow.
     """
@@ -94,7 +95,7 @@ def launch_route(
     top_k: int, sigmoid: bool, normalise: bool, times: float, dtype: torch.dtype, ids_dtype: torch.dtype,
     voting: Sequence[Tensor] = (), bias: Tensor | None = None, scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The same as the router's top-k (`routing.reference`) and `launch_rule`, straight from its logits [T, E]."""
+    """Do what the router's top-k (`routing.reference`) and `launch_rule` do, straight from its logits [T, E]."""
     if logits.stride(1) != 1:
         logits = logits.contiguous()
     rows, (tokens, experts) = rows.contiguous(), logits.shape
@@ -129,7 +130,7 @@ def _second(
     experts: int,
     rule: str,
 ) -> tuple[Tensor, Tensor]:
-    """Restored slots and rescaled gates, where one program did not see the whole step."""
+    """Restore slots and rescale gates, where one program did not see the whole step."""
     (tokens, k), new_ids, new_gates = ids.shape, torch.empty_like(ids), torch.empty_like(gates)
     sizes = {"K": k, "KP": power_of_two(k), "EP": power_of_two(experts), "BT": 16}
     free, reads = voting
@@ -164,8 +165,8 @@ def route(
     voting: list[Tensor], bias: Tensor | None = None, scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     kind = (top_k, sigmoid, normalise, times)
-    given = (logits, rows, tau, factor, tables, counts, mark, rule)
-    return launch_route(*given, *kind, dtype, ids_dtype, voting, bias, scale)
+    arguments = (logits, rows, tau, factor, tables, counts, mark, rule)
+    return launch_route(*arguments, *kind, dtype, ids_dtype, voting, bias, scale)
 
 
 @route.register_fake

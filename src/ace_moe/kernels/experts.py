@@ -30,12 +30,12 @@ BESIDE: bool | None = None
 
 
 def run(x: Tensor, ids: Tensor, gates: Tensor, weights: Weights, add: Tensor | None = None) -> Tensor:
-    """The experts of one layer, plus `add` [T, d]."""
+    """Run the experts of one layer, plus `add` [T, d]."""
     if x.shape[0] == 0:
         return torch.empty_like(x)
     if x.dtype != weights.w_in.dtype and weights.layout.block is None:  # autocast; FP8 weights are widened to any
-        found = run(x.to(weights.w_in.dtype), ids, gates, weights).to(x.dtype)
-        return found if add is None else found + add
+        y = run(x.to(weights.w_in.dtype), ids, gates, weights).to(x.dtype)
+        return y if add is None else y + add
     x, ids, gates = x.contiguous(), ids.contiguous(), gates.contiguous()
     add = None if add is None else add.contiguous()
     if weights.w_in.device != x.device and ids.numel() >= STAGED * weights.shape[0]:
@@ -46,7 +46,7 @@ def run(x: Tensor, ids: Tensor, gates: Tensor, weights: Weights, add: Tensor | N
 
 
 def _staged(weights: Weights, device: torch.device) -> Weights:
-    """A layer's weights copied to the GPU, where the next layer's will follow them."""
+    """Copy a layer's weights to the GPU, where the next layer's will follow them."""
     w_in, w_out = (
         _scratch(product, w.shape, w.dtype, device).copy_(w, non_blocking=True)
         for product, w in (("up", weights.w_in), ("down", weights.w_out))
@@ -61,13 +61,13 @@ def _scratch(product: str, shape: torch.Size, dtype: torch.dtype, device: torch.
 
 
 def _near(weights: Weights, w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(all experts' weights, where copies beside the GPU are, the copies); without copies stand-ins that are never read."""
+    """Return (all experts' weights, where copies beside the GPU are, the copies), or stand-ins that are never read."""
     near = weights.near
     return (w, w, w) if near is None else (w, near.row, near.w_in if w is weights.w_in else near.w_out)
 
 
 def _factors(s: Tensor | None, stand_in: Tensor) -> tuple[Tensor, int, int, int]:
-    """The FP8 factors with their strides, or a stand-in that is never read."""
+    """Return the FP8 factors with their strides, or a stand-in that is never read."""
     return (stand_in, 0, 0, 0) if s is None else (s, *s.stride())  # type: ignore[return-value]
 
 
@@ -121,7 +121,9 @@ def _one(x: Tensor, ids: Tensor, gates: Tensor, weights: Weights, add: Tensor | 
 def _many(x: Tensor, ids: Tensor, gates: Tensor, weights: Weights, add: Tensor | None) -> Tensor:
     (tokens, k), (experts, d, m) = ids.shape, weights.shape
     slots, large, early = tokens * k, roomy(x.device), early_start(x.device)
-    tiles = _fitting(many_tiles(slots // experts, d, m, x.dtype, large), weights)
+    tiles = many_tiles(slots // experts, d, m, x.dtype, large)
+    if weights.columns:  # with FP8 factors a tile lies inside one block of columns
+        tiles = tiles._replace(bk_up=min(tiles.bk_up, weights.columns), bk_down=min(tiles.bk_down, weights.columns))
     if tokens > 1 and cdiv(slots, tiles.bm) + experts + 3 > GRID:
         adds = (None, None) if add is None else add.chunk(2)
         halves = zip(x.chunk(2), ids.chunk(2), gates.chunk(2), adds, strict=True)
@@ -158,7 +160,7 @@ def _many(x: Tensor, ids: Tensor, gates: Tensor, weights: Weights, add: Tensor |
 
 
 def _bulk(weights: Weights, w: Tensor, shape: tuple[int, int]) -> TensorDescriptor | None:
-    """A descriptor of w as [E · rows, columns], where its layout lets the copy engine read it."""
+    """Describe w as [E · rows, columns], where its layout lets the copy engine read it."""
     layout = weights.layout
     plain = layout.block is None and not layout.transposed and not layout.interleaved and w.is_contiguous()
     if not plain or w.shape[2] * w.element_size() % 16 or w.data_ptr() % 16:
@@ -166,15 +168,8 @@ def _bulk(weights: Weights, w: Tensor, shape: tuple[int, int]) -> TensorDescript
     return TensorDescriptor.from_tensor(w.view(-1, w.shape[2]), list(shape))
 
 
-def _fitting(tiles: Tiles, weights: Weights) -> Tiles:
-    """With FP8 factors a tile lies inside one block of columns."""
-    if not weights.columns:
-        return tiles
-    return tiles._replace(bk_up=min(tiles.bk_up, weights.columns), bk_down=min(tiles.bk_down, weights.columns))
-
-
 def _sorted(ids: Tensor, experts: int, bm: int) -> tuple[Tensor, ...]:
-    """Kept slots in order of their expert; how many tiles of `bm` slots there are; each one's expert, start and length."""
+    """Return kept slots in order of their expert, how many tiles of `bm` slots they make, each tile's expert, start and length."""
     slots, padded = ids.numel(), power_of_two(experts)
     tiles = min(slots, cdiv(slots, bm) + experts)
     sizes = [cdiv(n, 4) * 4 for n in (experts, slots, 1, tiles, tiles, tiles)]  # aligned: one compiled kernel

@@ -28,7 +28,7 @@ class Room(NamedTuple):
 
 
 def room(tokens: int, normed: int = 0) -> Room:
-    """Found by measuring. Several tokens are in registers beside the weights.
+    """Return what a program has, as found by measuring. Several tokens are in registers beside the weights.
 
     `normed`: columns of tokens that are normed, which are all there at once. Where they are more than a tile's, there are as many
     more threads, by the machine code alone: four warps for four tokens of 2,816 columns spilt 142 registers.
@@ -40,7 +40,7 @@ def room(tokens: int, normed: int = 0) -> Room:
 
 
 def tile(rows: int, columns: int, held: int) -> tuple[int, int, int]:
-    """(rows, columns, number) of a program's tiles: all columns of as many rows as it can hold and the grid can spare."""
+    """Return (rows, columns, number) of a program's tiles: all columns of as many rows as it can hold and the grid can spare."""
     width = min(WIDE, max(8, power_of_two(columns)))
     steps, height = cdiv(columns, width), 1
     while height * 2 * width * steps <= held and cdiv(rows, height * 2) >= PROGRAMS:
@@ -59,23 +59,23 @@ def gemv(
     keep: bool = False,
     add: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """x [T, K], weights of [n, K] → norm(x) times each, [T, n] behind [T, n]; and norm(x) [T, K], if asked to keep it.
+    """Multiply: x [T, K], weights of [n, K] → norm(x) times each, [T, n] behind [T, n]; and norm(x) [T, K], if asked to keep it.
 
     `add`, which is like the result, is added. With `plus` the norm's scale is 1 + `scale`; with `rounded` x is rounded before
     it is scaled.
     """
     x, rows, (tokens, columns) = x.contiguous(), [w.shape[0] for w in weights], x.shape
     y, normed = x.new_empty(tokens * sum(rows)), x.new_empty(tokens, columns) if keep else x.new_empty(0)
-    given = room(tokens, 0 if scale is None else columns)
-    height, width, steps = tile(sum(rows), columns, given.held)
+    limits = room(tokens, 0 if scale is None else columns)
+    height, width, steps = tile(sum(rows), columns, limits.held)
     *starts, grid = accumulate(cdiv(n, height) for n in rows)
     matrices, unused = [w.contiguous() for w in weights], MOST - len(rows)
     with on(x.device):
         kernel[(grid,)](
             x, x if scale is None else scale, x if add is None else add.contiguous(), *matrices, *[matrices[0]] * unused, y,
             normed, *starts, *[grid] * unused, *rows, *[0] * unused, columns, eps, T=tokens, BN=height, BK=width, STEPS=steps,
-            NORM=scale is not None, PLUS=plus, ROUNDED=rounded, KEEP=keep, ADD=add is not None, num_warps=given.warps,
-            **({"maxnreg": given.registers} if hopper(x.device) else {}), **early_start(x.device),
+            NORM=scale is not None, PLUS=plus, ROUNDED=rounded, KEEP=keep, ADD=add is not None, num_warps=limits.warps,
+            **({"maxnreg": limits.registers} if hopper(x.device) else {}), **early_start(x.device),
         )  # fmt: skip
     return y, normed
 

@@ -15,12 +15,12 @@ from . import usable
 
 
 def cdiv(a: int, b: int) -> int:
-    """Not Triton's, which is made for kernels and slow outside of them: a prompt's layers wait for the host."""
+    """Divide and round up. Triton's own is made for kernels and slow outside of them: a prompt's layers wait for the host."""
     return -(-a // b)
 
 
 def power_of_two(n: int) -> int:
-    """The smallest that is not below n."""
+    """Return the smallest power of two that is not below n."""
     return 1 << max(0, n - 1).bit_length()
 
 
@@ -29,7 +29,7 @@ ROOM = 232448  # bytes
 
 
 def on(device: torch.device) -> AbstractContextManager[object]:
-    """Triton launches on the current device, wherever its tensors are: layers of a model that is spread out are on others."""
+    """Make a device the current one: Triton launches there, and layers of a model that is spread out are on others."""
     if device.type != "cuda" or _alone() or device.index == torch.cuda.current_device():
         return HERE
     return torch.cuda.device(device)
@@ -42,19 +42,19 @@ def _alone() -> bool:
 
 @cache
 def hopper(device: torch.device) -> bool:
-    """Whether kernels may start early."""
+    """Look whether kernels may start early."""
     return usable(device) and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 @cache
 def roomy(device: torch.device) -> bool:
-    """Whether a program also has Hopper's shared memory: on Blackwell cards for desktops it has less than half of it."""
+    """Look whether a program also has Hopper's shared memory: on Blackwell cards for desktops it has less than half of it."""
     properties: Any = torch.cuda.get_device_properties(device) if hopper(device) else None
     return getattr(properties, "shared_memory_per_block_optin", 0) >= ROOM
 
 
 def early_start(device: torch.device) -> dict[str, bool]:
-    """Launch options of kernels that know how to wait for the one in front."""
+    """Return launch options of kernels that know how to wait for the one in front."""
     return {"EARLY": True, "launch_pdl": True} if hopper(device) else {"EARLY": False}
 
 

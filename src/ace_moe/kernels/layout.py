@@ -26,16 +26,16 @@ class Layout:
 
     @classmethod
     def of(cls, module: nn.Module) -> Layout | str:
-        """The module's layout, or why the kernels cannot run it."""
+        """Find the module's layout, or why the kernels cannot run it."""
         if getattr(module, "has_post_expert_norm", False):
             return "a norm follows each expert"
         weight = module.gate_up_proj if module.has_gate else module.up_proj
         block: tuple[int, int] | None = None
         if weight.dtype == torch.float8_e4m3fn:
-            found = _fp8_block(module)
-            if isinstance(found, str):
-                return found
-            block = found
+            block_or_why = _fp8_block(module)
+            if isinstance(block_or_why, str):
+                return block_or_why
+            block = block_or_why
         elif weight.dtype not in (torch.bfloat16, torch.float16, torch.float32):
             return f"weights are {str(weight.dtype).removeprefix('torch.')}"
         activation = recognise(module)
@@ -46,7 +46,7 @@ class Layout:
 
 
 def _fp8_block(module: nn.Module) -> tuple[int, int] | str:
-    """The block of an FP8 experts module whose factors the kernels can read, or why they cannot."""
+    """Find the block of an FP8 experts module whose factors the kernels can read, or why they cannot."""
     block, m = getattr(module, "block_size", None), module.down_proj.shape[2]  # type: ignore[index]
     if block is None:
         return "its FP8 weights have one factor per tensor"

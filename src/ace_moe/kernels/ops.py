@@ -35,7 +35,7 @@ def run_experts(
     near_out: Tensor | None = None,
     add: Tensor | None = None,
 ) -> Tensor:
-    """x [T, d], ids and gates [T, k] → y [T, d]; slots whose id is no expert are not run.
+    """Run the experts: x [T, d], ids and gates [T, k] → y [T, d]; slots whose id is no expert are not run.
 
     s_in, s_out are FP8 factors, one for each block of rows and columns; near_… the `Near` of weights in host memory;
     `add` [T, d] is what else becomes part of y.

@@ -21,7 +21,7 @@ class TopK(NamedTuple):
 def reference(
     kind: TopK, logits: Tensor, bias: Tensor | None = None, scale: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """ids, gates [T, k] in fp32, the kernel's arithmetic in torch; chosen with `bias` [E], gates times `scale` [E]."""
+    """Route as the kernel does, in torch: ids, gates [T, k] in fp32; chosen with `bias` [E], gates times `scale` [E]."""
     scores = logits.float().sigmoid() if kind.sigmoid else logits.float().softmax(-1)
     ids = (scores if bias is None else scores + bias.float()).topk(kind.top_k, dim=-1).indices
     gates = scores.gather(-1, ids)
@@ -31,7 +31,7 @@ def reference(
 
 @torch.no_grad()
 def recognise(router: nn.Module, top_k: int) -> TopK | None:
-    """The kind whose logits, ids and gates equal the router's on random inputs; None for any other router."""
+    """Find the kind whose logits, ids and gates equal the router's on random inputs; None for any other router."""
     parameters = dict(router.named_parameters())
     if set(parameters) != {"weight"} or any(True for _ in router.buffers()):
         return None
@@ -52,7 +52,7 @@ def recognise(router: nn.Module, top_k: int) -> TopK | None:
 
 
 def _agree(kind: TopK, logits: Tensor, ids: Tensor, gates: Tensor) -> bool:
-    """Compared by gate, since equal scores may be taken in any order."""
+    """Compare by gate, since equal scores may be taken in any order."""
     _, expected = reference(kind, logits)
     got = gates.float().sort(-1, descending=True).values
     tolerance = 1e-2 if gates.dtype != torch.float32 else 1e-5

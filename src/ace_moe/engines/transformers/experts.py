@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
@@ -16,7 +17,7 @@ from transformers.integrations.finegrained_fp8 import FP8ExpertsInterface, fp8_g
 from transformers.integrations.moe import ExpertsInterface, grouped_mm_experts_forward
 
 from ...checkpoint.structure import is_registered
-from ...decider.executors import Chosen, Offer, choose, compact
+from ...decider.executors import Chosen, Offer, choose, kept_alone
 from ...kernels import foreign, without_triton
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 IMPLEMENTATION = "ace"
 UNRULED = "ace_unruled"  # our executors behind the stock router: what the rule itself costs
 CHILD = "ace"  # the layer's name on an experts module
+SENTINELS = "_is_expert_parallel"  # transformers ≥ 5.18 masks sentinel rows only under this flag; older ones always do
 HOST = "_ace_host"  # on an experts module whose weights are in host memory
 Choice = Literal["auto", "torch", "kernels"]
 CHOICES: tuple[Choice, ...] = ("auto", "torch", "kernels")
@@ -38,7 +40,7 @@ class Hosted(NamedTuple):
     near: Near | None
 
 
-def _implementation(stock: Stock, ruled: bool = True) -> Stock:
+def _implementation(stock: Stock, ruled: bool) -> Stock:
     def forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         decider = getattr(self, CHILD, None)
         if decider is None:
@@ -69,12 +71,25 @@ class Whole:
 
 
 class Compact:
-    """Kept slots alone through the stock function: on a CPU."""
+    """Kept slots alone through the stock function: on a CPU. With nothing skipped it is that function, to the last bit."""
 
     name = "compact"
 
     def __call__(self, stock: Stock, module: nn.Module, hidden: Tensor, ids: Tensor, gates: Tensor) -> Tensor:
-        return compact(stock, module, hidden, ids, gates, int(module.num_experts))  # type: ignore[arg-type]
+        if hidden.device.type != "cpu" or torch.compiler.is_compiling():  # a compiler cannot know the number of slots
+            return stock(module, hidden, ids, gates)
+        skipped = int(module.num_experts)  # type: ignore[arg-type]
+        kept = ids != skipped
+        masks = getattr(module, SENTINELS, None)
+        if masks is not None:  # no slot is left that would have to be masked
+            setattr(module, SENTINELS, False)
+        try:
+            if bool(kept.all()):
+                return stock(module, hidden, ids, gates)
+            return kept_alone(partial(stock, module), hidden, ids, gates, kept)
+        finally:
+            if masks is not None:
+                setattr(module, SENTINELS, masks)
 
 
 class Kernels:
@@ -88,61 +103,51 @@ class Kernels:
     def __call__(self, stock: Stock, module: nn.Module, hidden: Tensor, ids: Tensor, gates: Tensor) -> Tensor:
         from ...kernels.ops import run_experts
 
-        layout, gated = self.layout, self.layout.gated
-        return run_experts(
-            hidden, ids, gates, module.gate_up_proj if gated else module.up_proj, module.down_proj,
-            getattr(module, "gate_up_proj_bias" if gated else "up_proj_bias", None),
-            getattr(module, "down_proj_bias", None), gated, layout.interleaved, layout.transposed,
-            *layout.activation, **self._factors(module), **self._copies(module),
-        )  # fmt: skip
-
-    def _factors(self, module: nn.Module) -> dict[str, Any]:
-        """What FP8 weights are multiplied by."""
-        if self.layout.block is None:
-            return {}
-        up = module.gate_up_proj_scale_inv if self.layout.gated else module.up_proj_scale_inv
-        rows, columns = self.layout.block
-        return {"s_in": up, "s_out": module.down_proj_scale_inv, "block_rows": rows, "block_columns": columns}
-
-    def _copies(self, module: nn.Module) -> dict[str, Any]:
-        """Experts beside the GPU, where the weights are in host memory."""
+        layout, up = self.layout, "gate_up_proj" if self.layout.gated else "up_proj"
+        further: dict[str, Any] = {}
+        if layout.block is not None:  # what FP8 weights are multiplied by
+            further.update(s_in=getattr(module, f"{up}_scale_inv"), s_out=module.down_proj_scale_inv)
+            further.update(block_rows=layout.block[0], block_columns=layout.block[1])
         near = vars(module)[HOST].near if HOST in vars(module) else None
-        return {} if near is None else {"near_row": near.row, "near_in": near.w_in, "near_out": near.w_out}
+        if near is not None:  # copies beside the GPU of experts whose weights are in host memory
+            further.update(near_row=near.row, near_in=near.w_in, near_out=near.w_out)
+        return run_experts(
+            hidden, ids, gates, getattr(module, up), module.down_proj, getattr(module, f"{up}_bias", None),
+            getattr(module, "down_proj_bias", None), layout.gated, layout.interleaved, layout.transposed,
+            *layout.activation, **further,
+        )  # fmt: skip
 
 
 def choose_executor(module: nn.Module, device: torch.device, dispatch: Choice, path: str) -> Chosen:
-    """How one experts module runs: by kernels where a GPU and Triton are there and its structure is one they know."""
-    own = None if is_registered(module) else "its class is outside transformers' experts registry"
-    offers: dict[str, Offer] = {
-        "kernels": lambda: own or kernels_for(module, device, forced=dispatch == "kernels"),
-        "compact": lambda: own or ("the layer is not on a CPU" if device.type != "cpu" else Compact()),
-        "stock": Whole,
-    }
+    """Choose how one experts module runs: by kernels where a GPU and Triton are there and its structure is one they know."""
+    why = "" if is_registered(module) else "its class is outside transformers' experts registry"
+    offers: dict[str, Offer] = {}
+    if dispatch != "torch" or HOST in vars(module):
+        offers["kernels"] = why or kernels_for(module, device, forced=dispatch == "kernels")
     if HOST in vars(module):  # no other executor reads host memory
-        return choose({"kernels": offers["kernels"]}, wanted="kernels", where=path)
-    if dispatch == "torch":
-        del offers["kernels"]
-        return choose(offers, where=path)
-    return choose(offers, wanted=dispatch, where=path)
+        return choose(offers, wanted="kernels", where=path)
+    offers["compact"] = why or ("the layer is not on a CPU" if device.type != "cpu" else Compact())
+    offers["stock"] = Whole()
+    return choose(offers, wanted="auto" if dispatch == "torch" else dispatch, where=path)
 
 
 def kernels_for(module: nn.Module, device: torch.device, forced: bool = False) -> Kernels | str:
-    """The kernels for this module on this device, or why not."""
+    """Return the kernels for this module on this device, or why they cannot run it."""
     interpreted = forced and os.environ.get("TRITON_INTERPRET") == "1"  # Triton's interpreter runs kernels on the CPU
     if device.type != "cuda" and not interpreted:
         return f"the layer is on {device.type}"
     if why := foreign(device):
         return why
-    found = layout_of(module)
-    if isinstance(found, str):
-        return found
-    if found.block and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
+    layout = layout_of(module)
+    if isinstance(layout, str):
+        return layout
+    if layout.block and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
         return "this GPU has no FP8"
-    return Kernels(found)
+    return Kernels(layout)
 
 
 def layout_of(module: nn.Module) -> Layout | str:
-    """How the kernels see the module's weights, or why they cannot run it."""
+    """Return how the kernels see the module's weights, or why they cannot run it."""
     if why := without_triton():
         return why
     packed = [type(p).__name__ for p in module.parameters() if type(p) is not nn.Parameter]
@@ -154,7 +159,7 @@ def layout_of(module: nn.Module) -> Layout | str:
 
 
 def on_gpu(module: nn.Module) -> str:
-    """Which executor an experts module gets on a GPU, and why; for modules without weights too."""
+    """Name the executor an experts module gets on a GPU, and why; for modules without weights too."""
     if not is_registered(module):
         return "own loop: outside transformers' experts registry"
     layout = layout_of(module)

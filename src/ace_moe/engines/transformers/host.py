@@ -46,7 +46,7 @@ def place_experts(model: PreTrainedModel, device: torch.device | str, resident: 
 
 
 def keep_near(module: nn.Module, used: Tensor) -> None:
-    """Copies of the experts that were used [E] most, in place of those that are there."""
+    """Keep copies of the experts that were used [E] most, in place of those that are there."""
     near = vars(module)[HOST].near
     if near is None:
         return
@@ -59,19 +59,19 @@ def keep_near(module: nn.Module, used: Tensor) -> None:
 
 
 def hosted(model: nn.Module) -> list[nn.Module]:
-    """The experts modules whose weights are in host memory."""
+    """List the experts modules whose weights are in host memory."""
     return [module for module in model.modules() if HOST in vars(module)]
 
 
 def settle(model: PreTrainedModel, run: Callable[[], object]) -> None:
     """Run, uncounted, and keep copies of the experts that were used most."""
-    found, used = attached_to(model), dict[nn.Module, Tensor]()
-    if found is None:
+    attachment, used = attached_to(model), dict[nn.Module, Tensor]()
+    if attachment is None:
         raise IntegrationError("Attach a plan first: it is what sees which experts are used.")
-    pairs = zip(found.experts(), found.deciders.values(), strict=True)
+    pairs = zip(attachment.experts(), attachment.deciders.values(), strict=True)
     ends = [decider.observe(_counting(module, decider.experts, used)) for module, decider in pairs]
     try:
-        with found.deciders.uncounted():
+        with attachment.deciders.uncounted():
             run()
     finally:
         for end in ends:
@@ -84,6 +84,8 @@ def settle(model: PreTrainedModel, run: Callable[[], object]) -> None:
 
 
 def _counting(module: nn.Module, experts: int, used: dict[nn.Module, Tensor]) -> Observer:
+    """Make an observer that adds how often each expert [E] was asked for."""
+
     def observer(routing: Routing, *_: Any) -> None:
         seen = torch.bincount(routing.ids.flatten(), minlength=experts)
         used[module] = used[module] + seen if module in used else seen
@@ -92,8 +94,8 @@ def _counting(module: nn.Module, experts: int, used: dict[nn.Module, Tensor]) ->
 
 
 def _experts(model: PreTrainedModel) -> Iterator[nn.Module]:
-    """All experts modules, or why they cannot be read from the host."""
-    found = False
+    """Yield all experts modules; refuse what cannot be read from the host."""
+    empty = True
     for path, module in model.named_modules():
         if not (is_registered(module) and hasattr(module, "num_experts") and hasattr(module, "down_proj")):
             continue
@@ -104,19 +106,20 @@ def _experts(model: PreTrainedModel) -> Iterator[nn.Module]:
         layout = layout_of(module)
         if isinstance(layout, str):
             raise IntegrationError(f"{path} cannot be read from host memory: {layout}. The kernels do not know it.")
-        found = True
+        empty = False
         yield module
-    if not found:
+    if empty:
         raise IntegrationError(f"{type(model).__name__} has no experts that could stay in host memory.")
 
 
 def _products(module: nn.Module) -> dict[str, Tensor]:
-    """The weights of the two products, by name: what is large."""
+    """Return what is large: the weights of the two products, by name."""
     return {name: getattr(module, name) for name in ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")}
 
 
 def _reachable(weight: Tensor, device: torch.device, module: nn.Module) -> Tensor:
-    """A copy in host memory that the GPU can read, or the weight itself where it can: a second decoder would pin all again.
+    """Copy a weight to host memory that the GPU can read; one that it can read already stays, or a second decoder would pin
+    all again.
 
     Pinned to the byte: torch's own allocator rounds up to a power of two.
     """
@@ -133,12 +136,12 @@ def _reachable(weight: Tensor, device: torch.device, module: nn.Module) -> Tenso
             f"The driver could not pin {size / 2**30:.1f} GiB of host memory (error {failed}); there may be too little of it."
         )
     weakref.finalize(module, _release, cuda, raw, address)
-    made = raw[start : start + weight.nbytes].view(weight.dtype).view(weight.shape)
-    return made.copy_(weight.detach())
+    pinned = raw[start : start + weight.nbytes].view(weight.dtype).view(weight.shape)
+    return pinned.copy_(weight.detach())
 
 
 def _release(cuda: Any, raw: Tensor, address: int) -> None:
-    """Before the memory goes back: a page that is free and pinned cannot be pinned again."""
+    """Unpin memory before it goes back: a page that is free and pinned cannot be pinned again."""
     cuda.cudaHostUnregister(address)
 
 

@@ -16,7 +16,7 @@ from .experts import CHILD, HOST
 
 
 def base_of(model: Any) -> PreTrainedModel:
-    """The transformers model inside what a user hands over, or an error that says what to do."""
+    """Find the transformers model inside what a user hands over, or say what to do."""
     if isinstance(model, torch._dynamo.OptimizedModule) or getattr(model, "_compiled_call_impl", None) is not None:
         raise IntegrationError(
             "This model is compiled already, and its code would not see a plan. Attach first, then compile."
@@ -43,7 +43,7 @@ def base_of(model: Any) -> PreTrainedModel:
 
 @cache
 def ruled(stock: type) -> type:
-    """A router's own class with the rule behind its top-k. Without a decider, as in a copy of the model, it is the stock one."""
+    """Put the rule behind a router's top-k, in a subclass of its class; without a decider, as in a copied model, it is the stock one."""
 
     def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         decider = getattr(self, "ace_decider", None)
@@ -72,7 +72,7 @@ def stack_of(model: nn.Module, path: str) -> tuple[str, nn.Module]:
 
 
 def device_of(module: nn.Module) -> torch.device:
-    """Where a module runs: its weights may be parked elsewhere."""
+    """Find where a module runs: its weights may be parked elsewhere."""
     if HOST in vars(module):
         return vars(module)[HOST].device
     hook = getattr(module, "_hf_hook", None)
@@ -83,21 +83,20 @@ def device_of(module: nn.Module) -> torch.device:
 
 
 def run_experts(experts: nn.Module, hidden: Tensor, ids: Tensor, gates: Tensor) -> Tensor:
-    """The experts as they are, also while a plan is attached: without its part nothing decides these slots again."""
-    part = experts._modules.pop(CHILD, None)
+    """Run experts as they are, also while a plan is attached: without its decider nothing decides these slots again."""
+    decider = experts._modules.pop(CHILD, None)
     try:
         return experts.forward(hidden, ids, gates)  # forward: hooks look at the model's own calls
     finally:
-        if part is not None:
-            experts.add_module(CHILD, part)
+        if decider is not None:
+            experts.add_module(CHILD, decider)
 
 
 def refuse_adapters(model: nn.Module, site: Site) -> None:
+    """Refuse a layer with an adapter on its experts or its router."""
     for path in (site.path, site.router_path):
-        module = None if path is None else model.get_submodule(path)
-        adapted = (
-            [] if module is None else [n for n, _ in module.named_parameters() if "lora_" in n or "base_layer" in n]
-        )
+        names = [] if path is None else [name for name, _ in model.get_submodule(path).named_parameters()]
+        adapted = [name for name in names if "lora_" in name or "base_layer" in name]
         if adapted:
             raise IntegrationError(
                 f"{path} has an adapter ({adapted[0]}), which a plan of the plain model knows nothing of. Merge it "
@@ -107,7 +106,7 @@ def refuse_adapters(model: nn.Module, site: Site) -> None:
 
 @torch.no_grad()
 def leaves_sentinels_out(module: nn.Module) -> bool:
-    """Whether a slot with id `num_experts` changes nothing and is not computed, tried on two tokens."""
+    """Try on two tokens whether a slot with id `num_experts` changes nothing and is not computed."""
     from torch.utils.flop_counter import FlopCounterMode
 
     parameter = next(module.parameters())
@@ -116,15 +115,15 @@ def leaves_sentinels_out(module: nn.Module) -> bool:
     one = torch.zeros(2, 1, dtype=torch.long, device=parameter.device)
     both = torch.cat([one, torch.full_like(one, int(module.num_experts))], dim=1)  # type: ignore[arg-type]
     gates = torch.ones(2, 1, device=parameter.device, dtype=parameter.dtype)
-    part = module._modules.pop(CHILD, None)  # its own loop, as it stands
+    decider = module._modules.pop(CHILD, None)  # its own loop, as it stands
     try:
         with FlopCounterMode(display=False) as alone:
             expected = module(x, one, gates)
         with FlopCounterMode(display=False) as padded:
-            found = module(x, both, torch.cat([gates, torch.zeros_like(gates)], dim=1))
+            result = module(x, both, torch.cat([gates, torch.zeros_like(gates)], dim=1))
     except Exception:  # a loop that was not made for sentinels fails in its own way
         return False
     finally:
-        if part is not None:
-            module.add_module(CHILD, part)
-    return torch.equal(expected, found) and alone.get_total_flops() == padded.get_total_flops()
+        if decider is not None:
+            module.add_module(CHILD, decider)
+    return torch.equal(expected, result) and alone.get_total_flops() == padded.get_total_flops()

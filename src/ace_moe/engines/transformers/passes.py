@@ -10,17 +10,21 @@ from __future__ import annotations
 import inspect
 import sys
 import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from ...decider import Deciders
 from ...decider.decider import refuse_pickling
 from ...decider.rows import PADDING, PHASES, Same, row_of
 from ...errors import IntegrationError
 
 PREFILL, DECODE, VERIFY = (row_of(phase) for phase in ("prefill", "decode", "verify"))
+PASS = "_ace_pass"  # on a stack
 CALL = nn.Module._call_impl.__code__
 PROMPTS = "ace_prompt_lengths"  # where a paged cache carries the prompt lengths of its requests
 
@@ -43,18 +47,17 @@ class Pass:
 
     counting = generating = True  # experts a prompt reads are counted where they were asked for
 
-    def __init__(self, deciders: Any, cached: bool):
+    def __init__(self, deciders: Deciders, cached: bool):
         self.deciders, self.cached = deciders, cached  # whether the stack takes a cache: an encoder does not
         self._contexts: dict[int, PassContext] = {}  # by thread: two may generate at a time
         self._latest = NOTHING  # what a compiled call reads, which does not know its thread
         self._rows: Tensor | None = None  # [T] of the running pass
         self._row: int | None = PREFILL  # the one row of all its tokens, where it is known
-        self._length = 0
-        self._kept = 0  # tokens of each sequence, where the last layers may get those alone whose logits are asked for
+        self._length = 0  # tokens of each sequence
+        self._kept = 0  # those of them that the last layers may get alone, because their logits are asked for
         self._same = {row: Same(row) for row in (PREFILL, DECODE, VERIFY)}
-        self._running: dict[
-            str, int
-        ] = {}  # the thread of the running pass; of an interrupted one until the next begins
+        # the thread of the running pass, by the key "thread"; of an interrupted one until the next begins
+        self._running: dict[str, int] = {}
 
     def __deepcopy__(self, memo: Any) -> None:
         """A copy of an attached model is a model without a plan."""
@@ -63,7 +66,7 @@ class Pass:
 
     @property
     def context(self) -> PassContext:
-        """What the caller in this thread has told."""
+        """What the caller in this thread knows."""
         return self._contexts.get(threading.get_ident(), NOTHING)
 
     def set_context(self, context: PassContext) -> None:
@@ -87,26 +90,84 @@ class Pass:
             )
         return self._same[self._row].rows(tokens, device)
 
-    # ---- hooks --------------------------------------------------------------------------------------------------
+    # ---- what hooks say -----------------------------------------------------------------------------------------
 
-    def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Before a pass of the stack."""
-        if getattr(module, "_is_replica", False):
+    def claim(self, stack: nn.Module) -> None:
+        """Make the pass this thread's. Ctrl-C runs no hook behind a pass, so who comes next looks whether it is over."""
+        me = threading.get_ident()
+        owner = self._running.setdefault("thread", me)  # in one step: two threads cannot both find nobody
+        if owner != me and is_inside(stack, owner):
             raise IntegrationError(
-                "A plan cannot work in replicas of nn.DataParallel, which share its counters. Use one process for each GPU."
+                "Another thread is in a pass of this model, and an attached plan follows one pass at a time. Run passes one "
+                "after the other (with a lock of your own), or give each thread a copy of the model and a plan on it."
             )
-        inputs = _named(module, args, kwargs)
-        refuse_gradients(module, inputs)
-        if not torch.compiler.is_compiling():
-            self._claim(module)
-        try:
-            self._look(inputs)
-        except BaseException:
-            self.end()
-            raise
+        self._running["thread"] = me
 
-    def end(self, *_: Any) -> None:
-        """After a pass, also one that failed; one that was refused leaves the other thread's alone."""
+    def classify(self, inputs: dict[str, Any]) -> None:
+        """Say what each token is: as the caller says, by the lengths of packed sequences, or by its place in the cache."""
+        self._rows, self._row = None, None
+        sequences = next((x for n in ("input_ids", "inputs_embeds") if (x := inputs.get(n)) is not None), None)
+        if sequences is None:
+            self._row, self._length, self.deciders.padding_known = PREFILL, 0, False
+            return
+        self._length = sequences.shape[1]
+        asked = inputs.get("logits_to_keep")
+        self._kept = asked if isinstance(asked, int) and asked < self._length else 0
+        context = self._latest if torch.compiler.is_compiling() else self.context
+        if context.row is not None:
+            self._classify_all(context.row, sequences)
+        elif inputs.get("cu_seq_lens_q") is not None:
+            self._length = 0
+            prompts = getattr(inputs.get("cache"), PROMPTS, None)
+            self._rows = packed(inputs["cu_seq_lens_q"], inputs.get("position_ids"), sequences, prompts)
+        else:
+            self._classify_by_place(inputs, sequences, context)
+        if context.budgets is not None:
+            self._divide(context.budgets, sequences)
+
+    def _classify_by_place(self, inputs: dict[str, Any], sequences: Tensor, context: PassContext) -> None:
+        """Say what tokens are by their places in the cache; of a pass made by hand, by whether the cache holds anything."""
+        cache = inputs.get("past_key_values") if self.cached else None
+        mask = inputs.get("attention_mask")
+        mask = mask[:, -self._length :] if isinstance(mask, Tensor) and mask.dim() == 2 else None
+        batch, device = sequences.shape[0], sequences.device
+        if context.prompt is None or not self.cached:
+            row = DECODE if cache is not None and self._length == 1 and _filled(cache) else PREFILL
+            if mask is None:
+                self.deciders.padding_known = False
+                return self._classify_all(row, sequences)
+            rows = torch.full_like(mask, row, dtype=torch.int8)
+        else:
+            place = torch.arange(self._length, device=device) + _cached(cache)
+            verifies = cache is not None and not context.drafts
+            rows = placed(place, context.prompt.to(device), verifies).expand(batch, -1)
+            if mask is None and context.start is not None and batch % len(context.start) == 0:
+                start = context.start.to(device).repeat_interleave(batch // len(context.start))
+                rows = torch.where(place < start.unsqueeze(-1), PADDING, rows)
+        if mask is not None and mask.shape == rows.shape:
+            rows = torch.where(mask != 0, rows, PADDING)
+        self._rows = rows.to(torch.int8).reshape(-1)
+
+    def _classify_all(self, row: int, sequences: Tensor) -> None:
+        """Put all tokens into one row: in a tensor that is there already, at one address, unless a compiler looks on."""
+        self._row, tokens = row, sequences.shape[0] * sequences.shape[1]
+        if torch.compiler.is_compiling():
+            self._rows = torch.full((tokens,), row, dtype=torch.int8, device=sequences.device)
+        else:
+            self._rows = self._same[row].rows(tokens, sequences.device)
+
+    def _divide(self, budgets: Tensor, sequences: Tensor) -> None:
+        """Move each sequence's tokens into the rows of its own budget; beams of a sequence share it."""
+        batch, rows = sequences.shape[0], self._rows
+        if rows is None or batch % len(budgets) or not self._length:
+            raise IntegrationError(
+                f"Budgets were given for {len(budgets)} sequences; this pass has {batch}, or packs them into one row."
+            )
+        shift = budgets.to(rows.device).repeat_interleave(batch // len(budgets) * self._length) * len(PHASES)
+        self._rows, self._row = torch.where(rows > PADDING, rows + shift, PADDING).to(torch.int8), None
+
+    def end(self) -> None:
+        """Forget the pass and let thresholds move; a pass that was refused leaves the other thread's alone."""
         owner = None if torch.compiler.is_compiling() else self._running.get("thread")
         if owner is not None and owner != threading.get_ident():
             return
@@ -115,87 +176,57 @@ class Pass:
         if owner is not None:
             self._running.pop("thread", None)
 
-    def _claim(self, module: nn.Module) -> None:
-        """Make the pass this thread's. Ctrl-C runs no hook behind a pass, so who comes next looks whether it is over."""
-        me = threading.get_ident()
-        owner = self._running.setdefault("thread", me)  # in one step: two threads cannot both find nobody
-        if owner != me and inside(module, owner):
-            raise IntegrationError(
-                "Another thread is in a pass of this model, and an attached plan follows one pass at a time. Run passes one "
-                "after the other (with a lock of your own), or give each thread a copy of the model and a plan on it."
-            )
-        self._running["thread"] = me
 
-    # ---- rows ---------------------------------------------------------------------------------------------------
-
-    def _look(self, inputs: dict[str, Any]) -> None:
-        self._rows, self._row = None, None
-        given = next((x for n in ("input_ids", "inputs_embeds") if (x := inputs.get(n)) is not None), None)
-        if given is None:
-            self._row, self._length, self.deciders.padding_known = PREFILL, 0, False
-            return
-        batch, self._length = given.shape[:2]
-        asked = inputs.get("logits_to_keep")
-        self._kept = asked if isinstance(asked, int) and asked < self._length else 0
-        context = self._latest if torch.compiler.is_compiling() else self.context
-        if context.row is not None:
-            self._all(context.row, given)
-        elif inputs.get("cu_seq_lens_q") is not None:
-            self._length = 0
-            prompts = getattr(inputs.get("cache"), PROMPTS, None)
-            self._rows = packed(inputs["cu_seq_lens_q"], inputs.get("position_ids"), given, prompts)
-        else:
-            self._by_index(inputs, given, batch, context)
-        if context.budgets is not None:
-            self._own_budgets(context.budgets, given)
-
-    def _by_index(self, inputs: dict[str, Any], given: Tensor, batch: int, context: PassContext) -> None:
-        cache = inputs.get("past_key_values") if self.cached else None
-        mask = inputs.get("attention_mask")
-        mask = mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
-        if context.prompt is None or not self.cached:
-            row = by_hand(cache, self._length)
-            if mask is not None:
-                return self._masked(mask, torch.full_like(mask[:, -self._length :], row, dtype=torch.int8))
-            self.deciders.padding_known = False
-            return self._all(row, given)
-        index = torch.arange(self._length, device=given.device) + _cached(cache)
-        verifies = cache is not None and not context.drafts
-        rows = placed(index, context.prompt.to(given.device), verifies).expand(batch, -1)
-        if mask is not None:
-            return self._masked(mask, rows)
-        if context.start is not None and batch % len(context.start) == 0:
-            start = context.start.to(given.device).repeat_interleave(batch // len(context.start))
-            rows = torch.where(index < start.unsqueeze(-1), PADDING, rows)
-        self._rows = rows.to(torch.int8).reshape(-1)
-
-    def _all(self, row: int, given: Tensor) -> None:
-        """One row for all tokens: in a tensor that is there already, at one address, unless a compiler looks on."""
-        self._row, tokens = row, given.shape[0] * given.shape[1]
-        if torch.compiler.is_compiling():
-            self._rows = torch.full((tokens,), row, dtype=torch.int8, device=given.device)
-        else:
-            self._rows = self._same[row].rows(tokens, given.device)
-
-    def _own_budgets(self, budgets: Tensor, given: Tensor) -> None:
-        """Each sequence's tokens into the rows of its own budget; beams of a sequence share it."""
-        batch, rows = given.shape[0], self._rows
-        if rows is None or batch % len(budgets) or not self._length:
-            raise IntegrationError(
-                f"Budgets were given for {len(budgets)} sequences; this pass has {batch}, or packs them into one row."
-            )
-        shift = budgets.to(rows.device).repeat_interleave(batch // len(budgets) * self._length) * len(PHASES)
-        self._rows, self._row = torch.where(rows > PADDING, rows + shift, PADDING).to(torch.int8), None
-
-    def _masked(self, mask: Tensor, rows: Tensor) -> None:
-        real = mask[:, -self._length :] != 0
-        if real.shape == rows.shape:
-            rows = torch.where(real, rows, PADDING)
-        self._rows, self._row = rows.to(torch.int8).reshape(-1), None
+@contextmanager
+def with_context(passes: Sequence[Pass], **facts: Any) -> Iterator[None]:
+    """Run passes of these stacks with facts known of them; see `PassContext`."""
+    before = [one.context for one in passes]
+    try:
+        for one in passes:
+            one.set_context(one.context._replace(**facts))
+        yield
+    finally:
+        for one, context in zip(passes, before, strict=True):
+            one.set_context(context)
 
 
-def inside(module: nn.Module, thread: int) -> bool:
-    """Whether a thread is inside a call of this module."""
+# ---- hooks on a stack, of which a copy of an attached model has copies, and no pass -----------------------------------
+
+
+def begin_pass(stack: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Refuse a pass that a plan cannot follow, or say what its tokens are. `end_pass` runs in either case.
+
+    A model that learns is refused; one in evaluation mode runs whether torch records gradients or not.
+    """
+    running: Pass | None = getattr(stack, PASS, None)
+    if running is None:
+        return
+    if getattr(stack, "_is_replica", False):
+        raise IntegrationError(
+            "A plan cannot work in replicas of nn.DataParallel, which share its counters. Use one process for each GPU."
+        )
+    names = list(inspect.signature(stack.forward).parameters) if args else []
+    inputs = {**dict(zip(names, args, strict=False)), **kwargs}
+    tensors = (*stack.parameters(), *inputs.values()) if stack.training and torch.is_grad_enabled() else ()
+    if any(isinstance(t, Tensor) and t.requires_grad for t in tensors):
+        raise IntegrationError(
+            "A plan skips experts where a model runs, not where it learns: this pass of a model in training mode records "
+            "gradients. Detach the plan to train (`ace.detach()`); to evaluate, call `model.eval()` or use `torch.no_grad()`."
+        )
+    if not torch.compiler.is_compiling():
+        running.claim(stack)
+    running.classify(inputs)
+
+
+def end_pass(stack: nn.Module, *_: Any) -> None:
+    """End a pass, also one that failed."""
+    running: Pass | None = getattr(stack, PASS, None)
+    if running is not None:
+        running.end()
+
+
+def is_inside(module: nn.Module, thread: int) -> bool:
+    """Look whether a thread is inside a call of this module."""
     frame: FrameType | None = sys._current_frames().get(thread)
     while frame is not None:
         if frame.f_code is CALL and frame.f_locals.get("self") is module:
@@ -204,25 +235,11 @@ def inside(module: nn.Module, thread: int) -> bool:
     return False
 
 
-def refuse_gradients(module: nn.Module, inputs: dict[str, Any]) -> None:
-    """Refuse a pass of a model that learns; one in evaluation mode runs whether torch records gradients or not."""
-    if not (module.training and torch.is_grad_enabled()):
-        return
-    if any(isinstance(t, Tensor) and t.requires_grad for t in (*module.parameters(), *inputs.values())):
-        raise IntegrationError(
-            "A plan skips experts where a model runs, not where it learns: this pass of a model in training mode records "
-            "gradients. Detach the plan to train (`ace.detach()`); to evaluate, call `model.eval()` or use `torch.no_grad()`."
-        )
-
-
-def by_hand(cache: Any, length: int) -> int:
-    """The row of a pass nobody explained: a prompt, or one generated token on a filled cache."""
-    filled = cache is not None and _filled(cache)
-    return DECODE if filled and length == 1 else PREFILL
+# ---- caches and places ----------------------------------------------------------------------------------------------
 
 
 def _filled(cache: Any) -> bool:
-    """Whether a cache holds anything; a static one once it was written to, since its length is on the device."""
+    """Look whether a cache holds anything; a static one once it was written to, since its length is on the device."""
     layers = getattr(getattr(cache, "self_attention_cache", cache), "layers", None) or ()
     static = [layer for layer in layers if isinstance(getattr(layer, "cumulative_length", None), Tensor)]
     if static:
@@ -243,32 +260,25 @@ def _cached(cache: Any) -> int | Tensor:
     return cache.get_seq_length() if hasattr(cache, "get_seq_length") else 0
 
 
-def placed(index: Tensor, prompt: Tensor, verifies: bool) -> Tensor:
-    """The row of tokens at these places in the cache, [q]: prompt, else decode, and verify behind a pass's first token."""
-    generated = torch.full_like(index, DECODE)
-    if verifies and len(index) > 1:
+def placed(place: Tensor, prompt: Tensor, verifies: bool) -> Tensor:
+    """Rows of tokens at these places [q] in the cache: prompt, else decode, and verify behind a pass's first token."""
+    generated = torch.full_like(place, DECODE)
+    if verifies and len(place) > 1:
         generated[1:] = VERIFY
-    return torch.where(index < prompt, PREFILL, generated)
+    return torch.where(place < prompt, PREFILL, generated)
 
 
-def packed(ends: Tensor, positions: Tensor | None, given: Tensor, prompts: Tensor | None) -> Tensor:
+def packed(ends: Tensor, positions: Tensor | None, sequences: Tensor, prompts: Tensor | None) -> Tensor:
     """Rows of sequences laid one behind the other, [T]: `ends` [n + 1] are their cumulative lengths, `prompts` [≥ n] theirs.
 
     Without prompt lengths a sequence of one token whose position is not 0 is a generated token.
     """
-    tokens = given.shape[0] * given.shape[1]
-    place = torch.arange(tokens, device=given.device)
-    ends = ends.to(given.device)
+    tokens = sequences.shape[0] * sequences.shape[1]
+    place = torch.arange(tokens, device=sequences.device)
+    ends = ends.to(sequences.device)
     sequence = torch.searchsorted(ends[1:].contiguous(), place, right=True).clamp(max=len(ends) - 2)
     position = place - ends[sequence] if positions is None else positions.reshape(-1)[:tokens]
     alone = (ends[1:] - ends[:-1])[sequence] == 1
     prefill = position < prompts[sequence] if prompts is not None else ~alone | (position == 0)
     rows = torch.where(prefill, PREFILL, DECODE)
     return torch.where(place < ends[-1], rows, PADDING).to(torch.int8)
-
-
-def _named(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    if not args:
-        return kwargs
-    names = list(inspect.signature(module.forward).parameters)
-    return {**dict(zip(names, args, strict=False)), **kwargs}

@@ -172,16 +172,12 @@ def theirs_of(experts: Any, kernel: Any, untried: bool) -> dict[str, Offer]:
     why = "CPU kernels index memory with −1" if on_cpu else dispatch_reason(prepare)
     why = why or kernel_reason(experts, kernel, untried)
     apart = "ranks exchange tokens in front of the kernel" if type(prepare).__name__ != PLAIN else ""
-    return {
-        "native": lambda: why or _native(experts, kernel),
-        "compact": lambda: apart or ("" if on_cpu else "it needs a value on the host") or Compact(experts),
-        "redirect": lambda: distinct_reason(kernel) or Redirect(),
-    }
-
-
-def _native(experts: Any, kernel: Any) -> Native:
     past = any(passes(experts, part) for part in parts_of(kernel))
-    return Native(tried(kernel), experts.moe_config.num_experts if past else None)
+    return {
+        "native": why or Native(tried(kernel), experts.moe_config.num_experts if past else None),
+        "compact": apart or ("" if on_cpu else "it needs a value on the host") or Compact(experts),
+        "redirect": distinct_reason(kernel) or Redirect(),
+    }
 
 
 def make_sums_aware(kernel: Any) -> None:
