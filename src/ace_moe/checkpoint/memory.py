@@ -84,7 +84,7 @@ class ModelSource:
         )
 
     def formats(self, names: Iterable[str]) -> set[str]:
-        """What the named parameters are stored in."""
+        """Name the formats that parameters are stored in."""
         return {self._stored(name).format for name in names}
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:

@@ -28,7 +28,7 @@ from .shapes import check_factors
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """What `ace plan` makes and every engine reads. `tables` has every layer of the model, with or without tables in it."""
+    """A plan: `ace plan` makes it, every engine reads it. `tables` has every layer of the model, with or without tables in it."""
 
     tables: dict[str, dict[str, Tensor]]
     fingerprint: Fingerprint
