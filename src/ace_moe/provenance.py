@@ -28,13 +28,17 @@ def provenance(
 ) -> Record:
     """Record this run; `inputs` maps names of what went in to their sha256."""
     commit, changed = _commit()
+    libraries = {"python": platform.python_version()}
+    for name in LIBRARIES:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            libraries[name] = importlib.metadata.version(name)
     return {
         "command": command(sys.argv if argv is None else argv),
         "version": __version__,
         "commit": commit,
         "changed": changed,
         "device": device_name(device),
-        "libraries": {"python": platform.python_version(), **_libraries()},
+        "libraries": libraries,
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "inputs": dict(inputs or {}),
     }
@@ -64,16 +68,6 @@ def device_name(device: object) -> str:
 
     where = torch.device(str(device))
     return f"cuda ({torch.cuda.get_device_name(where)})" if where.type == "cuda" else where.type
-
-
-@cache
-def _libraries() -> dict[str, str]:
-    """Releases of the libraries that are installed."""
-    releases = {}
-    for name in LIBRARIES:
-        with suppress(importlib.metadata.PackageNotFoundError):
-            releases[name] = importlib.metadata.version(name)
-    return releases
 
 
 @cache

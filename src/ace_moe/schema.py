@@ -1,4 +1,4 @@
-"""What JSON from outside must look like, written down as a value.
+"""Schemas of JSON from outside, written down as values.
 
     PERSON = record({"name": text}, {"age": maybe(number(0))})
     PERSON({"name": "Ada", "age": "old"}, "person")        # ValueError: person: age is 'old', not a number
@@ -104,7 +104,7 @@ def record(
         if missing:
             raise ValueError(f"{where} has no {missing[0]}")
         if closed and unknown:
-            raise ValueError(f"{where} has {unknown[0]!r:.40}, which is none of {', '.join(known)}")
+            raise ValueError(f"{where} has {unknown[0]!r:.40}, which is not one of {', '.join(known)}")
         for name, schema in known.items():
             if name in value:
                 schema(value[name], f"{where}: {name}")

@@ -35,7 +35,7 @@ class Windows:
 
 @dataclass(frozen=True)
 class Text:
-    """What a text says, and what it goes by in messages."""
+    """A text, and the name it goes by in messages."""
 
     content: str
     name: str

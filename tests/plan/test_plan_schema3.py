@@ -121,10 +121,10 @@ def test_older_files_load_and_are_written_as_schema_3(path: Path, tmp_path: Path
 def test_older_files_with_unknown_keys_are_refused(
     change: Callable[[dict[str, Any]], object], path: Path, tmp_path: Path
 ) -> None:
-    with pytest.raises(PlanError, match=r"has '(colour|checksum|tokenizer|depth)', which is none of"):
+    with pytest.raises(PlanError, match=r"has '(colour|checksum|tokenizer|depth)', which is not one of"):
         Plan.load(changed(path, tmp_path / path.name, change))
 
 
 def test_unknown_keys_of_schema_3_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(PlanError, match="metadata has 'colour', which is none of"):
+    with pytest.raises(PlanError, match="metadata has 'colour', which is not one of"):
         Plan.load(edited(plan_of(), tmp_path / "p.safetensors", lambda ace: ace.update(colour="red")))

@@ -1,4 +1,4 @@
-"""Who a model is: hashes of its router rows, and a small sample of its experts that is read without reading them."""
+"""The identity of a model: hashes of its router rows, and a sample of a few rows of its experts."""
 
 from __future__ import annotations
 

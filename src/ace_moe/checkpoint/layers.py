@@ -64,7 +64,7 @@ def assemble(site: Site, tensors: Mapping[str, Tensor | Stack]) -> MoELayer:
 
 
 def _finish(module: nn.Module, experts: dict[str, Tensor]) -> Callable[[Tensor], Tensor]:
-    """What the model does to each expert's output before weighing it: nothing, or its own norm."""
+    """Do what the model does to each expert's output before weighing it: nothing, or its own norm."""
     if not getattr(module, "has_post_expert_norm", False):
         return lambda y: y
     norm: nn.Module = module.post_expert_norm  # type: ignore[assignment]

@@ -29,7 +29,7 @@ def diagonal(f: Callable[[Tensor], Tensor], d: int) -> Tensor | None:
     xs = [probe(d, seed) for seed in (0, 1)]
     try:
         scales = [(f(x[None]) - f(-x[None])).reshape(-1) / (2 * x) for x in xs]
-    except Exception:  # a module that is no norm may want other inputs
+    except Exception:  # a module that is not a norm may want other inputs
         return None
     if any(s.shape != (d,) or not s.isfinite().all() for s in scales):
         return None

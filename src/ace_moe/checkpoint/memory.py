@@ -84,25 +84,29 @@ class ModelSource:
         )
 
     def formats(self, names: Iterable[str]) -> set[str]:
-        """What the named parameters are stored in."""
+        """Name the formats that parameters are stored in."""
         return {self._stored(name).format for name in names}
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
         """The named parameters, whole: as they are where they are plain, else in fp32."""
-        tensors = {}
-        for name in names:
-            stored = self._stored(name)
-            parts = {key: self._tensor(key) for key in stored.keys}  # once, not for each expert: they may be parked
-            tensors[name] = stored.read(parts.__getitem__)
-        return tensors
+        stored = {name: self._stored(name) for name in names}
+        return {name: tensor.read(self._parts(tensor).__getitem__) for name, tensor in stored.items()}
 
     def stack(self, name: str) -> Tensor | Stack:
         """Experts' matrices [E, a, b]; packed ones are decoded when they are asked for."""
         stored, tensor = self._stored(name), self.tensors[name]
         if stored.format == "plain":
             return self._tensor(name)
-        read = partial(stored.expert, self._tensor)
-        return Stack(read, torch.Size((tensor.shape[0], *read(0).shape)), tensor.device)
+        first = self._expert(stored, 0)
+        return Stack(partial(self._expert, stored), torch.Size((tensor.shape[0], *first.shape)), tensor.device)
+
+    def _expert(self, stored: Stored, number: int, device: torch.device | None = None) -> Tensor:
+        """Read one expert's matrix [a, b]."""
+        return stored.expert(self._parts(stored).__getitem__, number, device)
+
+    def _parts(self, stored: Stored) -> dict[str, Tensor]:
+        """The tensors that make up a parameter, each fetched once."""
+        return {key: self._tensor(key) for key in stored.keys}
 
     def _tensor(self, name: str) -> Tensor:
         """A parameter, or a copy of one that accelerate has parked elsewhere."""
@@ -124,4 +128,4 @@ class ModelSource:
         tensor = self.tensors.get(name)
         if tensor is None or tensor.is_meta or tensor.dim() != 3:
             return None
-        return self._stored(name).expert(self._tensor, expert)[list(wanted)]
+        return self._expert(self._stored(name), expert)[list(wanted)]

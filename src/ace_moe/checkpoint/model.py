@@ -133,7 +133,7 @@ class MoEModel:
         return assemble(site, {names[name]: tensor for name, tensor in {**read, **experts}.items()})
 
     def structure(self) -> dict[str, Any]:
-        """What a plan must agree with: layers, experts, k, d, m, router kind."""
+        """Describe what a plan must agree with: layers, experts, k, d, m, router kind."""
         return {site.key: site.describe() for site in self.sites}
 
     def content(self) -> str:
@@ -146,7 +146,7 @@ class MoEModel:
         return Fingerprint(self.structure(), routers, identity.experts(self.sites, self.source))
 
     def formats(self) -> dict[str, list[str]]:
-        """What the experts of each layer are stored in."""
+        """Name the formats that the experts of each layer are stored in."""
         return {site.key: sorted(self.source.formats(site.stacks())) for site in self.sites}
 
 

@@ -1,4 +1,4 @@
-"""What the offline side knows of a MoE layer's weights, in whatever layout its model has them."""
+"""A MoE layer's weights, and readers that hide the layout its model has them in."""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ class CheckpointSource:
         warnings.warn(f"{said}; its experts are not, and are read as they are.", stacklevel=2)
 
     def formats(self, names: Iterable[str]) -> set[str]:
-        """What the named parameters are stored in."""
+        """Name the formats that parameters are stored in."""
         return {self.stored[key].format for name in names for key, _ in self.recipes.get(name, ())}
 
     # ---- whole parameters -------------------------------------------------------------------------------------------

@@ -131,6 +131,28 @@ def _joined(
 
 
 @triton.jit
+def _share(
+    out, top, total, g, dim, inside, pair, split, parts, tops, totals, arrived, y,
+    G: tl.constexpr, JP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """Store this program's share of y, [GP, DP] at (g, dim); the last program to arrive joins the shares."""
+    at = y + (pair * G + g)[:, None] * D + dim[None, :]
+    if SPLITS == 1:
+        tl.store(at, (out / total[:, None]).to(y.dtype.element_ty), mask=inside)
+    else:
+        row = (pair * SPLITS + split) * G + g
+        tl.store(parts + row[:, None] * D + dim[None, :], out, mask=inside)
+        tl.store(tops + row, top, mask=g < G)
+        tl.store(totals + row, total, mask=g < G)
+        tl.debug_barrier()
+        if tl.atomic_add(arrived + pair, 1, sem="acq_rel") == SPLITS - 1:
+            joined = _joined(parts, tops, totals, pair, G, JP, D, DP, SPLITS).to(y.dtype.element_ty)
+            line = tl.arange(0, JP)[:, None]
+            tl.store(y + (pair * G + line) * D + dim[None, :], joined, mask=(line < G) & (dim < D)[None, :])
+            tl.store(arrived + pair, 0)
+
+
+@triton.jit
 def attend(
     q, k, v, mask, new_k, new_v, q_scale, k_scale, cos, sin, place, parts, tops, totals, arrived, y, scale, eps, S, H, step,
     q_seq, q_head, k_seq, k_head, k_pos, v_seq, v_head, v_pos, mask_seq, new_k_seq, new_v_seq, turn_seq,
@@ -185,17 +207,4 @@ def attend(
         top, total, out = _take(query, key, value, seen, top, total, out, scale)
     if EARLY and not SHORT:  # not before: the kernel behind fetches weights, and the cache would queue up behind them
         tl.extra.cuda.gdc_launch_dependents()
-    at = y + (pair * G + g)[:, None] * D + dim[None, :]
-    if SPLITS == 1:
-        tl.store(at, (out / total[:, None]).to(y.dtype.element_ty), mask=inside)
-    else:
-        row = (pair * SPLITS + split) * G + g
-        tl.store(parts + row[:, None] * D + dim[None, :], out, mask=inside)
-        tl.store(tops + row, top, mask=g < G)
-        tl.store(totals + row, total, mask=g < G)
-        tl.debug_barrier()
-        if tl.atomic_add(arrived + pair, 1, sem="acq_rel") == SPLITS - 1:
-            joined = _joined(parts, tops, totals, pair, G, JP, D, DP, SPLITS).to(y.dtype.element_ty)
-            line = tl.arange(0, JP)[:, None]
-            tl.store(y + (pair * G + line) * D + dim[None, :], joined, mask=(line < G) & (dim < D)[None, :])
-            tl.store(arrived + pair, 0)
+    _share(out, top, total, g, dim, inside, pair, split, parts, tops, totals, arrived, y, G, JP, D, DP, SPLITS)

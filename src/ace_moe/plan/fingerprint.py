@@ -1,4 +1,4 @@
-"""Which model a plan belongs to: its structure, its router rows, and a small sample of its experts."""
+"""The model a plan belongs to: its structure, its router rows, and a small sample of its experts."""
 
 from __future__ import annotations
 

@@ -54,9 +54,9 @@ class Curve:
         same = (self.settings, self.workload) == (other.settings, other.workload)
         return same and torch.equal(self.points, other.points)  # whenever each was made
 
-    def of(self, settings: Mapping[str, Any], sha256: str) -> bool:
-        """True if it is a curve of this text, under settings that shape contributions as these do."""
-        return self.workload.sha256 == sha256 and compared(self.settings) == compared(shaping(settings))
+    def fits(self, settings: Mapping[str, Any]) -> bool:
+        """True if these settings shape contributions as the curve's do."""
+        return compared(self.settings) == compared(shaping(settings))
 
     @cached_property
     def lines(self) -> tuple[list[float], list[float]]:
@@ -136,7 +136,7 @@ class Lookup:
             )
         self.plan, self.settings, self.workload = plan, settings, workload
         fitting = [t for t in plan.thresholds if t.fits(settings)]
-        curves = {c.workload.sha256: c for c in plan.curves if c.of(settings, c.workload.sha256)}
+        curves = {c.workload.sha256: c for c in plan.curves if c.fits(settings)}
         texts = [*curves, *(t.workload.sha256 for t in fitting)]
         # the default text where it has something for these settings, else the newest that has
         sha256 = plan.default_workload if plan.default_workload in texts else next(reversed(texts), None)

@@ -28,7 +28,7 @@ from .shapes import check_factors
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """What `ace plan` makes and every engine reads. `tables` has every layer of the model, with or without tables in it."""
+    """A plan: `ace plan` makes it, every engine reads it. `tables` has every layer of the model, with or without tables in it."""
 
     tables: dict[str, dict[str, Tensor]]
     fingerprint: Fingerprint
@@ -112,12 +112,12 @@ class Plan:
 
     def with_curve(self, new: Curve) -> Plan:
         """Append a curve; one of the same settings and text is replaced."""
-        kept = tuple(c for c in self.curves if not c.of(new.settings, new.workload.sha256))
+        kept = tuple(c for c in self.curves if c.workload.sha256 != new.workload.sha256 or not c.fits(new.settings))
         return replace(self, curves=(*kept, new), default_workload=self._default(new.workload))
 
     def curve(self, settings: Mapping[str, Any], sha256: str) -> Curve | None:
         """Find the curve of these settings, whatever their gain, on a text."""
-        return next((c for c in self.curves if c.of(settings, sha256)), None)
+        return next((c for c in self.curves if c.workload.sha256 == sha256 and c.fits(settings)), None)
 
     def lookup(
         self, settings: Mapping[str, Any], budget: float, phase: Phase = "both", workload: str | None = None

@@ -1,4 +1,4 @@
-"""What a plan's tables look like: which layers have them, their shapes, their values."""
+"""Checks of a plan's tables: which layers have them, their shapes, their values."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ PAPER = ("gsp", "rcr")  # what the paper's rule reads
 
 @dataclass(frozen=True)
 class Table:
-    """How a table is computed: `part` [C, …] of a chunk of experts, so that all tables share one reading of it, then `whole`
+    """The recipe of a table: `part` [C, …] of a chunk of experts, so that all tables share one reading of it, then `whole`
     from the parts of a layer."""
 
     part: Callable[[MoELayer, slice], Tensor]

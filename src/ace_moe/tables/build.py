@@ -26,7 +26,7 @@ logger = logging.getLogger("vllm.ace_moe")  # what happens in an engine's worker
 def build_plan(
     model: str | Path | PreTrainedModel | MoEModel, tables: Iterable[str] = (), *, device: str | None = None
 ) -> Plan:
-    """Make a plan that knows its model, with the named tables or none; `undefined` says why the model has none of a name.
+    """Make a plan that knows its model, with the named tables or none; `undefined` says why the model lacks one.
 
     Without tables, only router rows and a few rows of some experts are read. Tables are computed layer by layer, on `device`,
     else where the weights are.

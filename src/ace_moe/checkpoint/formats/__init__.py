@@ -26,23 +26,22 @@ COMPANION = re.compile(r"scale|zero|absmax|packed|g_idx|quant|SCB|blocks|bitmask
 
 def understand(headers: Headers, facts: Facts) -> dict[str, Stored]:
     """Sort tensors by the name they would have unquantised; those nobody claims are plain, or have a `problem`."""
-    tensors: dict[str, Stored] = {}
-
-    def put(key: str, stored: Stored) -> None:
-        if stored.name in tensors:
-            reason = f"and not the only tensor that would be {stored.name}"
-            stored = unreadable(stored.name, key, headers[key], reason)
-        tensors[stored.name] = stored
-
+    candidates: list[tuple[str, Stored]] = []
     if any(header.dtype not in PLAIN for header in headers.values()):  # else nothing is packed
         for key in headers:
             packed = next((stored for find in FORMATS if (stored := find(key, headers, facts)) is not None), None)
             if packed is not None:
-                put(key, packed)
-    claimed = {key for stored in tensors.values() for key in stored.keys}
+                candidates.append((key, packed))
+    claimed = {key for _, stored in candidates for key in stored.keys}
     for key, header in headers.items():
         if key not in claimed and not NOT_WEIGHTS.search(key):
-            put(key, _plain(key, header))
+            candidates.append((key, _plain(key, header)))
+    tensors: dict[str, Stored] = {}
+    for key, stored in candidates:
+        name = stored.name
+        if name in tensors:
+            stored = unreadable(name, key, headers[key], f"and not the only tensor that would be {name}")
+        tensors[name] = stored
     return tensors
 
 

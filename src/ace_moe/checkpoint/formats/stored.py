@@ -1,4 +1,4 @@
-"""What every format answers for a tensor: what it is called unquantised, which tensors on disk make it, how to decode it."""
+"""A tensor as a format describes it: its name unquantised, the tensors on disk that make it, how to decode them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Header:
 
 @dataclass(frozen=True)
 class Facts:
-    """What is known beside the tensors: the quantisation part of the configuration, and the files' own metadata."""
+    """Facts beside the tensors: the quantisation part of the configuration, and the files' own metadata."""
 
     config: Mapping[str, Any] = field(default_factory=dict)
     metadata: Mapping[str, str] = field(default_factory=dict)

@@ -29,7 +29,7 @@ from ...kernels.routing import recognise
 from .experts import CHILD, IMPLEMENTATION, SENTINELS, UNRULED, Choice, choose_executor
 from .generation import GenerateHook, listen
 from .modules import base_of, device_of, leaves_sentinels_out, refuse_adapters, ruled, stack_of
-from .passes import PASS, Pass, begin_pass, end_pass, with_context
+from .passes import PASS, Pass, with_context
 
 MINE = "_ace_attachment"  # on the model
 HOLDER = "_attachment"  # on each of our layers
@@ -100,8 +100,8 @@ class Attachment:
             cached = "past_key_values" in inspect.signature(stack.forward).parameters
             self.passes[path] = Pass(self.deciders, cached)
             setattr(stack, PASS, self.passes[path])
-            before = stack.register_forward_pre_hook(begin_pass, with_kwargs=True, prepend=True)
-            after = stack.register_forward_hook(end_pass, always_call=True)
+            before = stack.register_forward_pre_hook(Pass.begin, with_kwargs=True, prepend=True)
+            after = stack.register_forward_hook(Pass.end, always_call=True)
             self._later(stack, lambda m: [m.__dict__.pop(PASS, None), before.remove(), after.remove()])  # type: ignore[func-returns-value]
         return self.passes[path]
 

@@ -90,9 +90,50 @@ class Pass:
             )
         return self._same[self._row].rows(tokens, device)
 
-    # ---- what hooks say -----------------------------------------------------------------------------------------
+    # ---- hooks on the stack; a copy of an attached model has them, and no pass -----------------------------------
 
-    def claim(self, stack: nn.Module) -> None:
+    @staticmethod
+    def begin(stack: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Refuse a pass that a plan cannot follow, or say what its tokens are. `end` runs in either case.
+
+        A model that learns is refused; one in evaluation mode runs whether torch records gradients or not.
+        """
+        running: Pass | None = getattr(stack, PASS, None)
+        if running is None:
+            return
+        if getattr(stack, "_is_replica", False):
+            raise IntegrationError(
+                "A plan cannot work in replicas of nn.DataParallel, which share its counters. Use one process for each GPU."
+            )
+        names = list(inspect.signature(stack.forward).parameters) if args else []
+        inputs = {**dict(zip(names, args, strict=False)), **kwargs}
+        tensors = (*stack.parameters(), *inputs.values()) if stack.training and torch.is_grad_enabled() else ()
+        if any(isinstance(t, Tensor) and t.requires_grad for t in tensors):
+            raise IntegrationError(
+                "A plan skips experts where a model runs, not where it learns: this pass of a model in training mode records "
+                "gradients. Detach the plan to train (`ace.detach()`); to evaluate, call `model.eval()` or use `torch.no_grad()`."
+            )
+        if not torch.compiler.is_compiling():
+            running._claim(stack)
+        running._classify(inputs)
+
+    @staticmethod
+    def end(stack: nn.Module, *_: Any) -> None:
+        """Forget a pass, also one that failed, and let thresholds move; one that was refused leaves the other thread's alone."""
+        running: Pass | None = getattr(stack, PASS, None)
+        if running is None:
+            return
+        owner = None if torch.compiler.is_compiling() else running._running.get("thread")
+        if owner is not None and owner != threading.get_ident():
+            return
+        running._rows, running._row, running._length, running._kept = None, PREFILL, 0, 0
+        running.deciders.after_step()
+        if owner is not None:
+            running._running.pop("thread", None)
+
+    # ---- what tokens are ----------------------------------------------------------------------------------------
+
+    def _claim(self, stack: nn.Module) -> None:
         """Make the pass this thread's. Ctrl-C runs no hook behind a pass, so who comes next looks whether it is over."""
         me = threading.get_ident()
         owner = self._running.setdefault("thread", me)  # in one step: two threads cannot both find nobody
@@ -103,7 +144,7 @@ class Pass:
             )
         self._running["thread"] = me
 
-    def classify(self, inputs: dict[str, Any]) -> None:
+    def _classify(self, inputs: dict[str, Any]) -> None:
         """Say what each token is: as the caller says, by the lengths of packed sequences, or by its place in the cache."""
         self._rows, self._row = None, None
         sequences = next((x for n in ("input_ids", "inputs_embeds") if (x := inputs.get(n)) is not None), None)
@@ -166,16 +207,6 @@ class Pass:
         shift = budgets.to(rows.device).repeat_interleave(batch // len(budgets) * self._length) * len(PHASES)
         self._rows, self._row = torch.where(rows > PADDING, rows + shift, PADDING).to(torch.int8), None
 
-    def end(self) -> None:
-        """Forget the pass and let thresholds move; a pass that was refused leaves the other thread's alone."""
-        owner = None if torch.compiler.is_compiling() else self._running.get("thread")
-        if owner is not None and owner != threading.get_ident():
-            return
-        self._rows, self._row, self._length, self._kept = None, PREFILL, 0, 0
-        self.deciders.after_step()
-        if owner is not None:
-            self._running.pop("thread", None)
-
 
 @contextmanager
 def with_context(passes: Sequence[Pass], **facts: Any) -> Iterator[None]:
@@ -188,41 +219,6 @@ def with_context(passes: Sequence[Pass], **facts: Any) -> Iterator[None]:
     finally:
         for one, context in zip(passes, before, strict=True):
             one.set_context(context)
-
-
-# ---- hooks on a stack, of which a copy of an attached model has copies, and no pass -----------------------------------
-
-
-def begin_pass(stack: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Refuse a pass that a plan cannot follow, or say what its tokens are. `end_pass` runs in either case.
-
-    A model that learns is refused; one in evaluation mode runs whether torch records gradients or not.
-    """
-    running: Pass | None = getattr(stack, PASS, None)
-    if running is None:
-        return
-    if getattr(stack, "_is_replica", False):
-        raise IntegrationError(
-            "A plan cannot work in replicas of nn.DataParallel, which share its counters. Use one process for each GPU."
-        )
-    names = list(inspect.signature(stack.forward).parameters) if args else []
-    inputs = {**dict(zip(names, args, strict=False)), **kwargs}
-    tensors = (*stack.parameters(), *inputs.values()) if stack.training and torch.is_grad_enabled() else ()
-    if any(isinstance(t, Tensor) and t.requires_grad for t in tensors):
-        raise IntegrationError(
-            "A plan skips experts where a model runs, not where it learns: this pass of a model in training mode records "
-            "gradients. Detach the plan to train (`ace.detach()`); to evaluate, call `model.eval()` or use `torch.no_grad()`."
-        )
-    if not torch.compiler.is_compiling():
-        running.claim(stack)
-    running.classify(inputs)
-
-
-def end_pass(stack: nn.Module, *_: Any) -> None:
-    """End a pass, also one that failed."""
-    running: Pass | None = getattr(stack, PASS, None)
-    if running is not None:
-        running.end()
 
 
 def is_inside(module: nn.Module, thread: int) -> bool:
