@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from ..errors import BudgetError, OptionError, OutputError, PlanError
+from ..errors import BudgetError, OptionError, OutputError
 from . import options as opt
 from . import show
 from .app import command
@@ -176,13 +175,12 @@ def _check_budgets(budgets: str, max_kl: float | None) -> None:
 
 def _open(model: str, path: Path) -> Plan:
     """The plan of the file, or a new one of this model, which is written at once."""
-    from ..plan import Plan
     from ..provenance import provenance
     from ..tables.build import build_plan
 
-    if path.exists():
+    if (known := _existing(path)) is not None:
         check_writable(path)
-        return Plan.load(path)
+        return known
     if path.suffix != ".safetensors" and len(path.parts) == 2 and not path.parent.is_dir():
         raise OutputError(
             f"There is no folder {path.parent}. If {path} is a plan of the hub, published plans stay as they are: take a copy "
@@ -197,7 +195,7 @@ def _open(model: str, path: Path) -> Plan:
 def _add_tables(model: str, path: Path, device: str | None, as_json: bool) -> None:
     """Add the tables of the paper's rule to the plan of the file, or to a new one, and show them."""
     from ..checkpoint.loading import check_device
-    from ..plan import Plan, update
+    from ..plan import update
     from ..provenance import provenance
     from ..tables import PAPER
     from ..tables.build import build_plan
@@ -205,12 +203,8 @@ def _add_tables(model: str, path: Path, device: str | None, as_json: bool) -> No
     check_output(path, "plan")
     if device is not None:
         check_device(device)
-    start = time.perf_counter()
+    known, start = _existing(path), time.perf_counter()
     plan = replace(build_plan(model, PAPER, device=device), made=(provenance(device or "cpu"),))
-    known = None
-    if path.exists():
-        with suppress(PlanError):  # of a plan that cannot be read nothing is lost
-            known = Plan.load(path)
     if known is None:
         plan.save(path)
     else:
@@ -226,3 +220,10 @@ def _add_tables(model: str, path: Path, device: str | None, as_json: bool) -> No
     out.print(show.plan_table(plan))
     following = f"ace plan {opt.as_typed(model)} --plan {opt.as_typed(path)} --text FILE"
     say(f"{path}: {len(plan.layers)} layers in {seconds:.1f} s. Next: {following}")
+
+
+def _existing(path: Path) -> Plan | None:
+    """The plan of a file; None where there is no file, or an empty one. A damaged plan is refused: nothing is written over."""
+    from ..plan import Plan
+
+    return Plan.load(path) if path.exists() and path.stat().st_size else None
