@@ -48,7 +48,7 @@ def test_options_that_would_be_ignored(single: Path, plan: Path, text: Path, ref
     refuse(*compare(single, text, "--rival", "gsp"), says=("--rival is one of", "share"))
     refuse("bench", single, "--layers", 1, says=("--layers is for --shape",))
     refuse("bench", single, "--decode", "16x1x3", says=("16x1x3", "tokens x batch"))
-    refuse("bench", single, "--chart", text.with_name("c.xyz"), says=("no picture that can be drawn", "png"))
+    refuse("bench", single, "--chart", text.with_name("c.xyz"), says=("not a picture that can be drawn", "png"))
     refuse("serve", single, "-p", plan, "--dry-run", "--trace-tokens", 5, says=("--trace FILE",))
     asked = ("eval", single, "-p", plan, "--tasks", "piqa", "-o", text.with_name("e.json"))
     refuse(*asked, "--harness", "evalscope", "--chat", says=("--harness lm-eval",))
