@@ -141,7 +141,7 @@ def test_code_without_a_model_of_the_readers_runs(
     scope: dict[str, Any] = {}
     for code in blocks(page):
         exec(compile(code, page, "exec"), scope)
-    assert "layers 6 6" in capsys.readouterr().out or page == "docs/plan-format.md"
+    assert "windows 2 2" in capsys.readouterr().out or page == "docs/plan-format.md"
 
 
 @pytest.mark.long

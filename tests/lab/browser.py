@@ -43,7 +43,7 @@ class Page:
         self._start()
         target = self._send("Target.createTarget", url="about:blank")["targetId"]
         self._session = self._send("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
-        for domain in ("Page", "Deciders", "Log", "Network"):
+        for domain in ("Page", "Runtime", "Log", "Network"):
             self._send(f"{domain}.enable")
         self.resize(width, height)
         self._send("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
@@ -88,10 +88,10 @@ class Page:
 
     def _note(self, event: dict[str, Any]) -> None:
         method, params = event.get("method"), event.get("params", {})
-        if method == "Deciders.exceptionThrown":
+        if method == "Runtime.exceptionThrown":
             details = params["exceptionDetails"]
             self.errors.append(details.get("exception", {}).get("description", details["text"]))
-        elif method == "Deciders.consoleAPICalled" and params["type"] in ("error", "warning", "assert"):
+        elif method == "Runtime.consoleAPICalled" and params["type"] in ("error", "warning", "assert"):
             self.errors.append(str([argument.get("value") for argument in params["args"]]))
         elif method == "Log.entryAdded" and params["entry"]["level"] in ("error", "warning"):
             self.errors.append(params["entry"]["text"])
@@ -110,7 +110,7 @@ class Page:
             self.js("0")
 
     def js(self, expression: str) -> Any:
-        found = self._send("Deciders.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        found = self._send("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in found, found["exceptionDetails"]
         return found["result"].get("value")
 
