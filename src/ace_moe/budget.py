@@ -98,7 +98,8 @@ def fraction(wish: Any) -> float:
 
 def check_budget(wish: Any, top_k: int, min_active: int = 1) -> float:
     """One budget as a number that the rule can meet, or an error that names the limit."""
-    return Budget.parse(fraction(wish)).check(top_k, min_active).decode
+    value = fraction(wish)
+    return Budget(value, value, value).check(top_k, min_active).decode
 
 
 def largest(top_k: int, min_active: int = 1) -> float:
